@@ -1,0 +1,418 @@
+"""How a job is spread over ranks, as data, and every rule on what goes with what."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise import toml
+from shardwise.plan_values import (
+    SCHEDULES,
+    Averaging,
+    Cut,
+    GradientCompression,
+    Offload,
+    Recompute,
+    ScheduleName,
+    Size,
+)
+from shardwise.problems import Problem, ProblemError, from_validation
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.models.config import ModelConfig
+
+# What works of the keys that are not built in full, by kind of value ("local" is the kind of "local:16").
+BUILT: dict[str, tuple[object, ...]] = {
+    "zero": (0,),
+    "tensor": (1,),
+    "sequence": (False,),
+    "context": (1,),
+    "expert": (1,),
+    "averaging": ("every-step",),
+    "recompute": ("none",),
+    "precision": ("fp32", "fp64"),
+    "offload": (),
+    "compress_gradients": ("none",),
+    "compress_activations": ("none",),
+}
+
+
+class PlanError(ProblemError):
+    """A plan that cannot work: one line for each problem, with its key, reason and mend."""
+
+
+class Plan(BaseModel):
+    """How a job is spread over ranks. `Plan()` is one device; nothing in a plan is ever rewritten silently.
+
+    Raises:
+        PlanError: a key does not exist or a value is not possible. What depends on more than one key, on the model or
+            on the number of ranks is found by `check`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    replicate: Size = 1
+    """Data-parallel copies."""
+    shard: Size = 1
+    """Data-parallel ranks that divide state between them (ZeRO); data parallel size = replicate * shard."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    """What is divided over `shard` and `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    tensor: Size = 1
+    """Megatron tensor parallelism."""
+    sequence: bool = False
+    """Megatron sequence parallelism in the regions between the parallel matrices."""
+    context: Size = 1
+    """Ranks that split the sequence, attention included."""
+    context_method: Literal["ring", "ulysses"] = "ring"
+    """How attention crosses the split of the sequence."""
+    pipeline: Size = 1
+    """Pipeline ranks, each with consecutive layers."""
+    schedule: ScheduleName = "1f1b"
+    """Name of the pipeline schedule, or path of a .csv or .json file with one."""
+    chunks: Size = 1
+    """Model chunks per pipeline rank."""
+    microbatches: Size = 1
+    """Pieces of the batch that pass through the model one after another; gradients accumulate over them."""
+    cut: Cut = "parameters"
+    """What is balanced between stages, or the number of layers of each stage in model order."""
+    vertical_sync: bool = False
+    """PipeDream's vertical sync: a microbatch uses one weight version across all stages."""
+    expert: Size = 1
+    """Ranks that divide the experts of a layer between them."""
+    averaging: Averaging = "every-step"
+    """When data-parallel copies are averaged: every-step, delayed, or local:STEPS."""
+    recompute: Recompute = "none"
+    """Activations recomputed in backward: none, full, selective, or the fraction of their memory to keep."""
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Number format of forward and backward."""
+    offload: Offload = Offload()
+    """State kept in host memory or on disk."""
+    compress_gradients: GradientCompression = "none"
+    """Gradient compression between data-parallel ranks: none, int8, powersgd:RANK or topk:FRACTION."""
+    compress_activations: Literal["none", "gist", "fp16", "fp8", "int8", "int4"] = "none"
+    """Number format of activations kept for backward."""
+
+    if not TYPE_CHECKING:  # the type checker keeps the signature that pydantic derives from the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise PlanError(from_validation(error, type(self), "plan")) from None
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axis -> size, outermost first."""
+        names = ("pipeline", "replicate", "shard", "context", "tensor")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks the plan uses."""
+        return math.prod(self.axes.values())
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different rows of the batch."""
+        return self.replicate * self.shard
+
+    def replace(self, **changes: Any) -> Self:
+        """A new plan with some keys changed, validated as any plan is."""
+        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+    def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
+        """Key -> (value here, value in `other`) for every key that differs."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in type(self).model_fields}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def to_toml(self) -> str:
+        """The plan as the `[plan]` table of a TOML file, every key written out."""
+        return toml.write({"plan": self.model_dump(mode="json", exclude_none=True)})
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """The plan in the `[plan]` table of a TOML text; other tables are left alone.
+
+        Raises:
+            PlanError: the text is not TOML, has no `[plan]`, or holds what no plan can.
+        """
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError([Problem("plan", f"not TOML: {error}", "mend the syntax there")]) from None
+        if not isinstance(tables.get("plan"), dict):
+            raise PlanError([Problem("plan", "the TOML text has no [plan] table", "put the keys under [plan]")])
+        return cls(**tables["plan"])
+
+    def check(
+        self, model: nn.Module | ModelConfig | None = None, num_ranks: int | None = None, batch: int | None = None
+    ) -> list[Problem]:
+        """All problems of the plan at once; an empty list when it can run.
+
+        Args:
+            model: what is to be trained, or its config; None leaves the rules about models out.
+            num_ranks: ranks that are there; None leaves the rule out.
+            batch: sequences in one global batch; None leaves the rule out.
+        """
+        job = _Job(model, num_ranks, batch)
+        return [problem for rule in _RULES for problem in rule(self, job)]
+
+    def require(
+        self, model: nn.Module | ModelConfig | None = None, num_ranks: int | None = None, batch: int | None = None
+    ) -> None:
+        """Raises PlanError with every problem `check` finds, if it finds any."""
+        problems = self.check(model, num_ranks, batch)
+        if problems:
+            raise PlanError(problems)
+
+
+class _Job(NamedTuple):
+    """What is known besides the plan."""
+
+    model: nn.Module | ModelConfig | None
+    num_ranks: int | None
+    batch: int | None
+
+    def size(self, name: str) -> int | None:
+        """A size the model's config names; a user's module has none."""
+        size = getattr(self.model, name, None)
+        return size if isinstance(self.model, BaseModel) and isinstance(size, int) else None
+
+
+# Each rule is a pure function of a plan and the job; it yields a problem for each thing that cannot be.
+
+
+def _not_built(plan: Plan, job: _Job) -> Iterator[Problem]:
+    for key, built in BUILT.items():
+        value = getattr(plan, key)
+        if isinstance(value, Offload):
+            for place, where in value.model_dump(exclude_none=True).items():
+                if place not in built:
+                    yield Problem(f"plan.offload.{place}", f"{where} is not built yet", "leave it out")
+            continue
+        kind = value.partition(":")[0] if isinstance(value, str) else value
+        if kind not in built:
+            known = " or ".join(toml.value(kind) for kind in built)
+            yield Problem(f"plan.{key}", f"{toml.value(value)} is not built yet", f"set it to {known}")
+
+
+def _ranks(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if job.num_ranks is None or job.num_ranks == plan.num_ranks:
+        return
+    sizes = " x ".join(f"{name} {size}" for name, size in plan.axes.items() if size > 1) or "one device"
+    copies, rest = divmod(job.num_ranks, plan.num_ranks // plan.replicate)
+    fitting = f", or set plan.replicate to {copies}" if copies and not rest else ""
+    yield Problem(
+        "plan",
+        f"{sizes} needs {plan.num_ranks} ranks and there are {job.num_ranks}",
+        f"start {plan.num_ranks}{fitting}",
+    )
+
+
+def _batch(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if job.batch is None or job.batch // plan.data_parallel >= plan.microbatches:
+        return
+    fewer = job.batch // plan.data_parallel
+    yield Problem(
+        "plan.microbatches",
+        f"{plan.microbatches} microbatches on {plan.data_parallel} data-parallel ranks "
+        f"cannot each have a sequence of a batch of {job.batch}",
+        f"raise data.batch to {plan.data_parallel * plan.microbatches}"
+        + (f" or lower plan.microbatches to {fewer}" if fewer else ""),
+    )
+
+
+def _zero(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.zero and plan.shard * plan.context == 1:
+        yield Problem(
+            "plan.zero", f"{plan.zero} divides state over one rank", "set plan.shard above 1 or plan.zero to 0"
+        )
+
+
+def _sequence(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.sequence and plan.tensor == 1:
+        yield Problem(
+            "plan.sequence",
+            "splits the sequence over the tensor axis, which has one rank",
+            "set plan.tensor above 1 or plan.sequence to false",
+        )
+
+
+def _tensor(plan: Plan, job: _Job) -> Iterator[Problem]:
+    heads = job.size("heads")
+    if heads and heads % plan.tensor:
+        yield Problem(
+            "plan.tensor",
+            f"{plan.tensor} ranks do not divide {heads} attention heads, and a head is never split",
+            "choose a divisor of model.heads",
+        )
+
+
+def _context(plan: Plan, job: _Job) -> Iterator[Problem]:
+    length, heads = job.size("sequence"), job.size("heads")
+    if length and plan.context > length:
+        yield Problem("plan.context", f"{plan.context} ranks for {length} positions", f"set it to {length} or less")
+    if heads and plan.context > 1 and plan.context_method == "ulysses" and heads % (plan.tensor * plan.context):
+        yield Problem(
+            "plan.context_method",
+            f"ulysses gives each rank whole heads, and tensor {plan.tensor} x context {plan.context} ranks do not "
+            f"divide {heads} heads",
+            "use ring, or sizes that divide model.heads",
+        )
+
+
+def _chunks(plan: Plan, job: _Job) -> Iterator[Problem]:
+    wanted = SCHEDULES.get(plan.schedule)
+    if wanted is None or wanted.allow(plan.chunks):
+        return
+    having = ", ".join(name for name, needs in SCHEDULES.items() if needs.allow(plan.chunks))
+    yield Problem(
+        "plan.chunks",
+        f"{plan.schedule} has {'2 or more' if wanted.most_chunks is None else wanted.least_chunks} model chunks "
+        f"per rank, not {plan.chunks}",
+        f"set it to {wanted.least_chunks}, or plan.schedule to one with {plan.chunks}: {having}",
+    )
+
+
+def _fills_stages(plan: Plan, job: _Job) -> Iterator[Problem]:
+    wanted = SCHEDULES.get(plan.schedule)
+    if wanted and wanted.fills_stages and plan.microbatches < plan.pipeline:
+        yield Problem(
+            "plan.microbatches",
+            f"{plan.schedule} keeps two weight versions, which is enough only with a microbatch for each of the "
+            f"{plan.pipeline} stages, not {plan.microbatches}",
+            f"set it to {plan.pipeline} or more",
+        )
+
+
+def _schedule_file(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.schedule not in SCHEDULES and not Path(plan.schedule).is_file():
+        yield Problem("plan.schedule", f"there is no file {plan.schedule}", "give the path of a schedule file")
+
+
+def _vertical_sync(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.vertical_sync and plan.schedule != "pipedream":
+        yield Problem(
+            "plan.vertical_sync",
+            f"{plan.schedule} keeps no weight versions that differ between stages",
+            "set plan.schedule to pipedream or plan.vertical_sync to false",
+        )
+
+
+def _stages(plan: Plan, job: _Job) -> Iterator[Problem]:
+    num_stages = plan.pipeline * plan.chunks
+    asked = f"pipeline {plan.pipeline} x chunks {plan.chunks}" if plan.chunks > 1 else f"pipeline {plan.pipeline}"
+    listed = plan.cut if isinstance(plan.cut, tuple) else None
+    if listed and len(listed) != num_stages:
+        yield Problem(
+            "plan.cut",
+            f"lists {len(listed)} stages, but {asked} makes {num_stages}",
+            f"list the layers of {num_stages} stages",
+        )
+    num_blocks = _num_blocks(job.model)
+    if num_blocks is None:
+        return
+    if listed and sum(listed) != num_blocks:
+        yield Problem(
+            "plan.cut", f"lists {sum(listed)} layers, but the model has {num_blocks}", f"make the sum {num_blocks}"
+        )
+    if num_stages > num_blocks:
+        yield Problem(
+            "plan.chunks" if plan.chunks > 1 and plan.pipeline <= num_blocks else "plan.pipeline",
+            f"{asked} makes {num_stages} stages of a model with {num_blocks} blocks",
+            f"make no more than {num_blocks} stages",
+        )
+
+
+def _cuttable(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.pipeline * plan.chunks > 1 and job.model is not None and _num_blocks(job.model) is None:
+        yield Problem(
+            "plan.pipeline",
+            f"{type(job.model).__name__} does not say where it may be cut into stages",
+            'give it an attribute `stages`, its submodules in call order, such as ["embedding", "blocks.*", "head"], '
+            "or make it an nn.Sequential",
+        )
+
+
+def _num_blocks(model: nn.Module | ModelConfig | None) -> int | None:
+    """How many blocks a pipeline shares out; None when that is not known."""
+    if model is None or isinstance(model, BaseModel):
+        return getattr(model, "layers", None)
+    from torch import nn  # torch is slow to import and most uses of a plan do without
+
+    paths = getattr(model, "stages", None)
+    if paths is not None:
+        blocks = [path.removesuffix(".*") for path in paths if path.endswith(".*")]
+        return sum(len(list(model.get_submodule(path).children())) for path in blocks) if blocks else len(paths)
+    return len(model) if isinstance(model, nn.Sequential) else None
+
+
+def _expert(plan: Plan, job: _Job) -> Iterator[Problem]:
+    ranks = plan.replicate * plan.shard * plan.context
+    if ranks % plan.expert:
+        yield Problem(
+            "plan.expert",
+            f"{plan.expert} does not divide the {ranks} ranks of replicate x shard x context that share the experts",
+            f"choose a divisor of {ranks}",
+        )
+
+
+def _averaging(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.averaging != "every-step" and plan.replicate == 1:
+        yield Problem(
+            "plan.averaging",
+            f"{plan.averaging} averages the copies of the replicate axis, and there is one",
+            "set plan.replicate above 1 or plan.averaging to every-step",
+        )
+
+
+def _compression(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.compress_gradients != "none" and plan.data_parallel * plan.context == 1:
+        yield Problem(
+            "plan.compress_gradients",
+            f"{plan.compress_gradients} has nothing to compress: no gradient travels between data-parallel ranks",
+            "set plan.replicate or plan.shard above 1, or plan.compress_gradients to none",
+        )
+    if plan.compress_activations == "fp16" and plan.precision in ("fp16", "bf16"):
+        yield Problem(
+            "plan.compress_activations",
+            f"fp16 saves nothing where precision is {plan.precision}: both have 16 bits",
+            "choose fp8, int8, int4, gist or none",
+        )
+
+
+def _offload(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.offload.master and plan.precision in ("fp64", "fp32"):
+        yield Problem(
+            "plan.offload.master",
+            f"precision {plan.precision} has no master weights beside its parameters",
+            "offload parameters instead, or lower plan.precision",
+        )
+
+
+_RULES = (
+    _not_built,
+    _ranks,
+    _batch,
+    _zero,
+    _sequence,
+    _tensor,
+    _context,
+    _chunks,
+    _fills_stages,
+    _schedule_file,
+    _vertical_sync,
+    _stages,
+    _cuttable,
+    _expert,
+    _averaging,
+    _compression,
+    _offload,
+)

@@ -1,0 +1,113 @@
+"""The values a plan's keys may take, where a type alone does not say it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from shardwise.problems import nearest
+
+
+class ScheduleNeeds(NamedTuple):
+    """What a schedule asks of a plan: model chunks per rank, and whether it needs a microbatch for every stage."""
+
+    least_chunks: int = 1
+    most_chunks: int | None = 1
+    fills_stages: bool = False
+
+    def allow(self, chunks: int) -> bool:
+        return self.least_chunks <= chunks <= (self.most_chunks or chunks)
+
+
+SCHEDULES: dict[str, ScheduleNeeds] = {
+    "gpipe": ScheduleNeeds(),
+    "1f1b": ScheduleNeeds(),
+    "interleaved": ScheduleNeeds(2, None),
+    "zb-h1": ScheduleNeeds(),
+    "zb-h2": ScheduleNeeds(),
+    "zbv": ScheduleNeeds(2, 2),
+    "dualpipev": ScheduleNeeds(2, 2),
+    "pipedream": ScheduleNeeds(),
+    "pipedream-2bw": ScheduleNeeds(fills_stages=True),
+    "auto": ScheduleNeeds(),
+}
+SCHEDULE_FILES = (".csv", ".json")
+
+
+def _schedule(name: str) -> str:
+    if name in SCHEDULES or Path(name).suffix in SCHEDULE_FILES:
+        return name
+    near = nearest(name, SCHEDULES)
+    raise ValueError(
+        f"{name!r} is not a schedule; {f'did you mean {near}? ' if near else ''}"
+        f"choose one of {', '.join(SCHEDULES)}, or a path ending in {' or '.join(SCHEDULE_FILES)}"
+    )
+
+
+def _cut(value: object) -> object:
+    if value in ("parameters", "time", "memory"):
+        return value
+    if isinstance(value, list | tuple) and value and all(type(count) is int and count >= 0 for count in value):
+        return tuple(value)
+    raise ValueError(
+        f"{value!r} is not a way to cut; choose parameters, time or memory, or list the number of layers of each stage"
+    )
+
+
+def _averaging(value: str) -> str:
+    if value in ("every-step", "delayed") or re.fullmatch(r"local:[1-9]\d*", value):
+        return value
+    raise ValueError(f"{value!r} is not a way to average; choose every-step, delayed, or local:STEPS such as local:16")
+
+
+def _recompute(value: object) -> object:
+    if value in ("none", "full", "selective"):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)
+    raise ValueError(
+        f"{value!r} is not a way to recompute; choose none, full, selective, "
+        "or the fraction of activation memory to keep, 0.0 to 1.0"
+    )
+
+
+def _compress_gradients(value: str) -> str:
+    if re.fullmatch(r"none|int8|powersgd:[1-9]\d*", value):
+        return value
+    kind, _, fraction = value.partition(":")
+    if kind == "topk" and re.fullmatch(r"\d*\.?\d+", fraction) and 0 < float(fraction) <= 1:
+        return value
+    raise ValueError(
+        f"{value!r} is not a gradient compression; "
+        "choose none, int8, powersgd:RANK such as powersgd:4, or topk:FRACTION such as topk:0.01"
+    )
+
+
+def _place(value: str) -> str:
+    if value == "cpu" or re.fullmatch(r"disk:.+", value):
+        return value
+    raise ValueError(f"{value!r} is not a place; choose cpu, or disk:FOLDER such as disk:/scratch/state")
+
+
+Size = Annotated[int, Field(ge=1)]
+ScheduleName = Annotated[str, AfterValidator(_schedule)]
+Cut = Annotated[Literal["parameters", "time", "memory"] | tuple[int, ...], BeforeValidator(_cut)]
+Averaging = Annotated[str, AfterValidator(_averaging)]
+Recompute = Annotated[Literal["none", "full", "selective"] | float, BeforeValidator(_recompute)]
+GradientCompression = Annotated[str, AfterValidator(_compress_gradients)]
+Place = Annotated[str, AfterValidator(_place)]
+
+
+class Offload(BaseModel):
+    """Where each kind of state lives when it is not on the device: `cpu` or `disk:FOLDER`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    optimizer: Place | None = None
+    master: Place | None = None
+    parameters: Place | None = None
+    gradients: Place | None = None
+    activations: Place | None = None

@@ -1,0 +1,133 @@
+"""What a user asked for that cannot be: one line each, with the key, the reason and the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+class Problem(NamedTuple):
+    """One thing that cannot be as asked: the full key (`plan.tensor`), the reason with the value, and what to do."""
+
+    key: str
+    reason: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}" + (f"; {self.mend}" if self.mend else "")
+
+
+class ProblemError(ValueError):
+    """Every problem found, one line each; `problems` holds them as data."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple[type[ProblemError], tuple[tuple[Problem, ...]]]:
+        # An error raised in one rank is pickled on its way to the process that reports it.
+        return type(self), (self.problems,)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` most likely stands for, or None when none is close."""
+    by_lower = {name.lower(): name for name in known}
+    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def unknown_key(key: str, known: Iterable[str]) -> Problem:
+    """The problem of a dotted key that does not exist; `known` are the names that could stand as its last part."""
+    section, _, name = key.rpartition(".")
+    known = list(known)
+    near = nearest(name, known)
+    path = f"{section}." if section else ""
+    return Problem(key, "no such key", f"did you mean {path}{near}?" if near else f"known here: {', '.join(known)}")
+
+
+def from_validation(error: ValidationError, model: type[BaseModel], section: str) -> list[Problem]:
+    """Translates pydantic's errors to problems: one per key, however many members of a union complained.
+
+    Args:
+        error: raised while `model` was validated.
+        model: the model of the section; its fields are the known keys.
+        section: name of the section, put in front of every key.
+    """
+    found: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        names, owner = _locate(detail, model)
+        key = ".".join([section, *names])
+        problem = unknown_key(key, owner.model_fields) if detail["type"] == "extra_forbidden" else _explain(key, detail)
+        if key in found and problem.mend and problem.mend not in found[key].mend:
+            problem = found[key]._replace(mend=f"{found[key].mend}, or {problem.mend}")
+        found[key] = problem
+    return list(found.values())
+
+
+def _locate(detail: ErrorDetails, model: type[BaseModel]) -> tuple[list[str], type[BaseModel]]:
+    """The names of an error's place without the tags of unions and indices of lists, and the model owning the last."""
+    names: list[str] = []
+    owner = model
+    for part in map(str, detail["loc"]):
+        if part in owner.model_fields:
+            names.append(part)
+            owner = _nested(owner.model_fields[part].annotation) or owner
+        elif detail["type"] == "extra_forbidden" and part == str(detail["loc"][-1]):
+            names.append(part)
+    return names, owner
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return next(filter(None, map(_nested, get_args(annotation))), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _explain(key: str, detail: ErrorDetails) -> Problem:
+    context, value = detail.get("ctx", {}), detail["input"]
+    shown = value if isinstance(value, str) else _shown(value)
+    if detail["type"] == "value_error":
+        # The owner of the field wrote the line: "reason; mend".
+        reason, _, mend = str(context["error"]).partition("; ")
+        named = not isinstance(value, str | int | float) or shown in reason
+        return Problem(key, reason if named else f"{_shown(value)}: {reason}", mend)
+    if detail["type"] == "missing":
+        return Problem(key, "has no value", "give it one")
+    if detail["type"] == "literal_error":
+        expected = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        near = nearest(shown, expected)
+        mend = f"did you mean {near}? " if near else ""
+        return Problem(key, f"{shown!r} is not known", f"{mend}choose one of {', '.join(expected)}")
+    mend = next((text for start, text in _MENDS.items() if detail["type"].startswith(start)), detail["msg"])
+    return Problem(key, f"{_shown(value)} is not possible", mend.format(**context))
+
+
+_MENDS = {
+    "int": "give a whole number",
+    "float": "give a number",
+    "finite_number": "give a finite number",
+    "bool": "give true or false",
+    "string": "give a text",
+    "tuple": "give a list",
+    "list": "give a list",
+    "path": "give a path",
+    "dict": "give a table",
+    "model": "give a table",
+    "greater_than_equal": "give at least {ge}",
+    "greater_than": "give more than {gt}",
+    "less_than_equal": "give at most {le}",
+    "less_than": "give less than {lt}",
+    "none_required": "leave it out",
+}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
