@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, stages, and the runner that executes them."""
