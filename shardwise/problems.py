@@ -41,13 +41,21 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def unknown_key(key: str, known: Iterable[str]) -> Problem:
-    """The problem of a dotted key that does not exist; `known` are the names that could stand as its last part."""
+def unknown_key(key: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> Problem:
+    """The problem of a dotted key that does not exist.
+
+    Args:
+        key: as the user wrote it.
+        known: the names that could stand as its last part.
+        elsewhere: full keys of other sections; one with the same last part is the likeliest meaning.
+    """
     section, _, name = key.rpartition(".")
     known = list(known)
+    moved = [other for other in elsewhere if other.rpartition(".")[2] == name]
     near = nearest(name, known)
-    path = f"{section}." if section else ""
-    return Problem(key, "no such key", f"did you mean {path}{near}?" if near else f"known here: {', '.join(known)}")
+    if near and not moved:
+        moved = [f"{section}.{near}" if section else near]
+    return Problem(key, "no such key", f"did you mean {' or '.join(moved)}?" if moved else f"known: {', '.join(known)}")
 
 
 def from_validation(error: ValidationError, model: type[BaseModel], section: str) -> list[Problem]:
