@@ -316,42 +316,42 @@ def _stages(plan: Plan, job: _Job) -> Iterator[Problem]:
             f"lists {len(listed)} stages, but {asked} makes {num_stages}",
             f"list the layers of {num_stages} stages",
         )
-    num_blocks = _num_blocks(job.model)
-    if num_blocks is None:
+    if listed and 0 in listed[1:-1]:
+        yield Problem("plan.cut", "leaves a stage between others without layers", "give every stage at least one")
+    parts = _num_parts(job.model) if num_stages > 1 else None
+    if isinstance(parts, Problem):
+        yield parts
         return
-    if listed and sum(listed) != num_blocks:
+    if parts is None:
+        return
+    num_parts, num_blocks = parts
+    if listed and sum(listed) not in parts:
         yield Problem(
             "plan.cut", f"lists {sum(listed)} layers, but the model has {num_blocks}", f"make the sum {num_blocks}"
         )
-    if num_stages > num_blocks:
+    if num_stages > num_parts:
+        whole = f"{num_parts} parts" if num_parts == num_blocks else f"{num_parts} parts, {num_blocks} of them blocks"
         yield Problem(
-            "plan.chunks" if plan.chunks > 1 and plan.pipeline <= num_blocks else "plan.pipeline",
-            f"{asked} makes {num_stages} stages of a model with {num_blocks} blocks",
-            f"make no more than {num_blocks} stages",
+            "plan.chunks" if plan.chunks > 1 and plan.pipeline <= num_parts else "plan.pipeline",
+            f"{asked} makes {num_stages} stages of a model with {whole}",
+            f"make no more than {num_parts} stages",
         )
 
 
-def _cuttable(plan: Plan, job: _Job) -> Iterator[Problem]:
-    if plan.pipeline * plan.chunks > 1 and job.model is not None and _num_blocks(job.model) is None:
-        yield Problem(
-            "plan.pipeline",
-            f"{type(job.model).__name__} does not say where it may be cut into stages",
-            'give it an attribute `stages`, its submodules in call order, such as ["embedding", "blocks.*", "head"], '
-            "or make it an nn.Sequential",
-        )
+def _num_parts(model: nn.Module | ModelConfig | None) -> tuple[int, int] | Problem | None:
+    """How many parts a pipeline shares out and how many of them are blocks, or why the model cannot be cut."""
+    if model is None:
+        return None
+    if isinstance(model, BaseModel):
+        return model.layers + 2, model.layers  # the embedding and the head are parts too
+    from shardwise.pipeline_parallel.stages import parts_of  # with torch, which most uses of a plan do without
 
-
-def _num_blocks(model: nn.Module | ModelConfig | None) -> int | None:
-    """How many blocks a pipeline shares out; None when that is not known."""
-    if model is None or isinstance(model, BaseModel):
-        return getattr(model, "layers", None)
-    from torch import nn  # torch is slow to import and most uses of a plan do without
-
-    paths = getattr(model, "stages", None)
-    if paths is not None:
-        blocks = [path.removesuffix(".*") for path in paths if path.endswith(".*")]
-        return sum(len(list(model.get_submodule(path).children())) for path in blocks) if blocks else len(paths)
-    return len(model) if isinstance(model, nn.Sequential) else None
+    try:
+        parts = parts_of(model)
+    except ValueError as error:
+        reason, _, mend = str(error).removeprefix("plan.pipeline: ").partition("; ")
+        return Problem("plan.pipeline", reason, mend)
+    return len(parts), sum(part.block for part in parts)
 
 
 def _expert(plan: Plan, job: _Job) -> Iterator[Problem]:
@@ -410,7 +410,6 @@ _RULES = (
     _schedule_file,
     _vertical_sync,
     _stages,
-    _cuttable,
     _expert,
     _averaging,
     _compression,

@@ -35,6 +35,7 @@ SCHEDULES: dict[str, ScheduleNeeds] = {
     "auto": ScheduleNeeds(),
 }
 SCHEDULE_FILES = (".csv", ".json")
+CUTS = ("parameters", "flops", "time", "memory")
 
 
 def _schedule(name: str) -> str:
@@ -48,12 +49,12 @@ def _schedule(name: str) -> str:
 
 
 def _cut(value: object) -> object:
-    if value in ("parameters", "time", "memory"):
+    if value in CUTS:
         return value
     if isinstance(value, list | tuple) and value and all(type(count) is int and count >= 0 for count in value):
         return tuple(value)
     raise ValueError(
-        f"{value!r} is not a way to cut; choose parameters, time or memory, or list the number of layers of each stage"
+        f"{value!r} is not a way to cut; choose {', '.join(CUTS)}, or list the number of layers of each stage"
     )
 
 
@@ -94,7 +95,7 @@ def _place(value: str) -> str:
 
 Size = Annotated[int, Field(ge=1)]
 ScheduleName = Annotated[str, AfterValidator(_schedule)]
-Cut = Annotated[Literal["parameters", "time", "memory"] | tuple[int, ...], BeforeValidator(_cut)]
+Cut = Annotated[Literal["parameters", "flops", "time", "memory"] | tuple[int, ...], BeforeValidator(_cut)]
 Averaging = Annotated[str, AfterValidator(_averaging)]
 Recompute = Annotated[Literal["none", "full", "selective"] | float, BeforeValidator(_recompute)]
 GradientCompression = Annotated[str, AfterValidator(_compress_gradients)]

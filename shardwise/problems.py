@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from types import UnionType
@@ -68,6 +69,10 @@ def from_validation(error: ValidationError, model: type[BaseModel], section: str
     """
     found: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, ProblemError):  # a section that explains itself
+            found.update((problem.key, problem) for problem in cause.problems)
+            continue
         names, owner = _locate(detail, model)
         key = ".".join([section, *names])
         problem = unknown_key(key, owner.model_fields) if detail["type"] == "extra_forbidden" else _explain(key, detail)
@@ -98,21 +103,30 @@ def _nested(annotation: Any) -> type[BaseModel] | None:
 
 def _explain(key: str, detail: ErrorDetails) -> Problem:
     context, value = detail.get("ctx", {}), detail["input"]
-    shown = value if isinstance(value, str) else _shown(value)
     if detail["type"] == "value_error":
-        # The owner of the field wrote the line: "reason; mend".
-        reason, _, mend = str(context["error"]).partition("; ")
-        named = not isinstance(value, str | int | float) or shown in reason
-        return Problem(key, reason if named else f"{_shown(value)}: {reason}", mend)
+        # The field's owner wrote the line: "reason; mend", with the key in front where it speaks of a whole section.
+        line = str(context["error"])
+        named = re.match(rf"({key}\.[\w.]*\w)(?: =)? ", line)
+        if named:
+            return Problem(named[1], *_parted(line[named.end() :]))
+        reason, mend = _parted(line)
+        shown = not isinstance(value, str | int | float) or str(value) in reason
+        return Problem(key, reason if shown else f"{_shown(value)}: {reason}", mend)
     if detail["type"] == "missing":
-        return Problem(key, "has no value", "give it one")
+        listed = isinstance(detail["loc"][-1], int)
+        return Problem(key, "has too few values" if listed else "has no value", "give them all" if listed else "give it")
     if detail["type"] == "literal_error":
         expected = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
-        near = nearest(shown, expected)
+        near = nearest(str(value), expected)
         mend = f"did you mean {near}? " if near else ""
-        return Problem(key, f"{shown!r} is not known", f"{mend}choose one of {', '.join(expected)}")
+        return Problem(key, f"{_shown(value)} is not known", f"{mend}choose one of {', '.join(expected)}")
     mend = next((text for start, text in _MENDS.items() if detail["type"].startswith(start)), detail["msg"])
     return Problem(key, f"{_shown(value)} is not possible", mend.format(**context))
+
+
+def _parted(line: str) -> tuple[str, str]:
+    reason, _, mend = line.partition("; ")
+    return reason, mend
 
 
 _MENDS = {

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise import plan as plan_module
+from shardwise.models.config import ModelConfig
 from shardwise.plan import BUILT, Plan, PlanError
-from shardwise.plan_values import SCHEDULES
+from shardwise.plan_values import CUTS, SCHEDULES
 from shardwise.problems import Problem
 
 FRACTIONS = st.floats(0, 1, allow_nan=False)
@@ -30,7 +31,7 @@ PLANS = st.builds(
     schedule=st.sampled_from([*SCHEDULES, "mine.csv", "a folder/it's.json"]),
     chunks=st.integers(1, 4),
     microbatches=st.integers(1, 64),
-    cut=st.one_of(st.sampled_from(["parameters", "time", "memory"]), st.lists(st.integers(0, 9), min_size=1)),
+    cut=st.one_of(st.sampled_from(CUTS), st.lists(st.integers(0, 9), min_size=1)),
     vertical_sync=st.booleans(),
     expert=st.integers(1, 9),
     averaging=st.sampled_from(["every-step", "delayed", "local:1", "local:16"]),
@@ -342,7 +343,23 @@ class Listed(nn.Module):
 
 def test_blocks_of_a_module_that_lists_its_stages() -> None:
     assert keys(Plan(pipeline=3), model=Listed()) == set()
+    assert keys(Plan(pipeline=5), model=Listed()) == set()
     assert keys(Plan(pipeline=6), model=Listed()) == {"plan.pipeline"}
+    (problem,) = Plan(pipeline=6).check(model=Listed())
+    assert problem.reason == "pipeline 6 makes 6 stages of a model with 5 parts, 3 of them blocks"
+
+
+def test_the_config_of_a_model_stands_for_it() -> None:
+    model = ModelConfig(layers=3, hidden=12, heads=6)
+    assert keys(Plan(pipeline=5), model=model) == set()
+    assert keys(Plan(pipeline=6), model=model) == {"plan.pipeline"}
+    assert keys(Plan(pipeline=2, cut=[1, 1]), model=model) == {"plan.cut"}
+    assert keys(Plan(tensor=3), model=model) == set()
+    assert keys(Plan(tensor=4), model=model) == {"plan.tensor"}
+    assert keys(Plan(tensor=2, context=3, context_method="ulysses"), model=model) == set()
+    assert keys(Plan(tensor=2, context=2, context_method="ulysses"), model=model) == {"plan.context_method"}
+    assert keys(Plan(context=2, context_method="ulysses"), model=nn.Linear(2, 2)) == set()
+    assert keys(Plan(context=9), model=ModelConfig(sequence=8)) == {"plan.context"}
 
 
 def test_a_module_that_cannot_be_cut_is_refused_only_where_it_would_be() -> None:
@@ -357,6 +374,9 @@ def test_a_listed_cut_fits_the_stages_and_the_model() -> None:
     assert keys(Plan(pipeline=2, cut=[1, 3]), model=model) == set()
     assert keys(Plan(pipeline=2, cut=[1, 2]), model=model) == {"plan.cut"}
     assert keys(Plan(pipeline=2, cut=[4]), model=model) == {"plan.cut"}
+    assert keys(Plan(pipeline=2, cut=[0, 3]), model=Listed()) == set()
+    assert keys(Plan(pipeline=3, cut=[2, 0, 1]), model=Listed()) == {"plan.cut"}
+    assert keys(Plan(cut=[4])) == set()
 
 
 def test_require_raises_every_problem() -> None:
