@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from shardwise.pipeline_parallel.actions import Action, Kind, Rows, ScheduleError, passes
+from shardwise.pipeline_parallel.actions import Action, Kind, Row, Rows, ScheduleError, passes
 
 Time = int | float | Fraction
 
@@ -61,6 +61,7 @@ def run(
     placement: tuple[tuple[int, ...], ...],
     duration: Callable[[int, Action], Time] = unit_duration,
     arrival: Arrival | None = None,
+    overlapped: Time | None = None,
 ) -> list[list[Span]]:
     """Start and end of every action when each rank runs its row in order and waits for what an action needs.
 
@@ -70,6 +71,8 @@ def run(
         duration: (rank, action) -> seconds (or any unit).
         arrival: (sender rank, receiver rank, what, end of the action that made it) -> when it is there; called once per
             transfer in the order in which the sender makes them. Without it transfers take no time.
+        overlapped: seconds of a forward and a full backward of another chunk that stand next to each other and run
+            together, from when both can start until both are done; None runs them one after the other.
 
     Raises:
         ScheduleError: a cycle: ranks that wait for each other.
@@ -83,35 +86,48 @@ def run(
     runnable = list(range(len(rows)))
     while runnable:
         rank = runnable.pop()
-        row, done = rows[rank], spans[rank]
+        row, done, stages = rows[rank], spans[rank], placement[rank]
         while len(done) < len(row):
-            action = row[len(done)]
-            stage = placement[rank][action.chunk]
+            at = len(done)
+            together = row[at : at + 1] if overlapped is None or not _overlap(row, at) else row[at : at + 2]
             start: Time = done[-1].end if done else 0
             missing = None
-            for need in needs(action, stage, last_stage):
-                if need not in maker:
-                    continue
-                if (rank, need) not in ready:
-                    missing = need
-                    break
-                start = max(start, ready[rank, need])
+            for need in (need for action in together for need in needs(action, stages[action.chunk], last_stage)):
+                if need in maker:
+                    if (rank, need) not in ready:
+                        missing = need
+                        break
+                    start = max(start, ready[rank, need])
             if missing is not None:
                 waiting[missing].append(rank)
                 break
-            end = start + duration(rank, action)
-            done.append(Span(start, end))
-            for kind in passes(action):
-                made = Need(kind, stage, action.microbatch)
-                ready[rank, made] = end
-                consumer = owner.get(stage + 1 if kind is Kind.F else stage - 1) if kind in (Kind.F, Kind.B) else None
-                if consumer is not None and consumer != rank:
-                    ready[consumer, made] = arrival(rank, consumer, made, end) if arrival else end
-                runnable.extend(waiting.pop(made, ()))
+            end = start + (duration(rank, together[0]) if len(together) == 1 or overlapped is None else overlapped)
+            for action in together:
+                done.append(Span(start, end))
+                for kind in passes(action):
+                    made = Need(kind, stages[action.chunk], action.microbatch)
+                    ready[rank, made] = end
+                    consumer = owner.get(made.stage + (kind is Kind.F) - (kind is Kind.B))
+                    if consumer is not None and consumer != rank:
+                        ready[consumer, made] = arrival(rank, consumer, made, end) if arrival else end
+                    runnable.extend(waiting.pop(made, ()))
     stuck = {rank: len(done) for rank, done in enumerate(spans) if len(done) < len(rows[rank])}
+    if stuck and overlapped is not None:
+        run(rows, placement)
+        raise ScheduleError(
+            f"rank {min(stuck)}: a forward cannot run beside the backward that follows it; do not overlap"
+        )
     if stuck:
         raise ScheduleError(_describe_cycle(rows, placement, maker, last_stage, stuck))
     return spans
+
+
+def _overlap(row: Row, at: int) -> bool:
+    """Whether the action and the next are a forward and a full backward of two chunks."""
+    if at + 1 == len(row):
+        return False
+    first, second = row[at], row[at + 1]
+    return first.kind is Kind.F and second.kind is Kind.BW and first.chunk != second.chunk
 
 
 def _describe_cycle(
