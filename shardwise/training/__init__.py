@@ -1,0 +1,1 @@
+"""The main job: trainer, checkpoints, metrics, launching, faults."""

@@ -1,0 +1,204 @@
+"""What can go wrong in a job, and how it is told: once, from the rank that caused it, in a line where that says all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch.distributed as dist
+
+from shardwise.batch import Batch, rows
+from shardwise.training.ranks import Ranks, RanksFailed, reason_of
+
+PACKAGE = Path(__file__).parent.parent
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# What a rank meets when another one has gone: the transports have no type of their own for it.
+GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl", "socket timeout")
+
+
+class Evaluates(Protocol):
+    """What tracing a loss asks of a `Parallel`."""
+
+    @property
+    def data_rank(self) -> int: ...
+
+    def evaluate(self, batch: Any) -> tuple[float, int]: ...
+
+
+class JobStopped(RuntimeError):
+    """Training cannot go on, for a reason that one line says."""
+
+
+class JobFailed(RuntimeError):
+    """A rank failed; the text is that rank's own error."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error of one rank.
+
+    Args:
+        rank: which rank.
+        kind: "told" where `line` says all, "peer" where it only follows from another rank's end, "bug" for the rest.
+        line: the error in one line.
+        traceback: where it was raised.
+        time: nanoseconds; a rank that fails because another one did is always later.
+    """
+
+    rank: int
+    kind: Literal["told", "peer", "bug"]
+    line: str
+    traceback: str
+    time: int
+
+    @property
+    def text(self) -> str:
+        """What the user should read."""
+        return self.line if self.kind == "told" else f"rank {self.rank} failed:\n{self.traceback.rstrip()}"
+
+
+def fault_of(error: BaseException, rank: int) -> Fault:
+    """The fault that an exception, caught just now, is."""
+    trace = "".join(traceback.format_exception(error))
+    return Fault(rank, _kind(error), reason_of(error), trace, time.time_ns())
+
+
+def _kind(error: BaseException) -> Literal["told", "peer", "bug"]:
+    if isinstance(error, (JobStopped, RanksFailed)):
+        return "told"
+    if isinstance(error, (ValueError, OSError)):
+        frames = traceback.extract_tb(error.__traceback__)
+        # A ValueError raised by our own code is a message to the user; one from elsewhere is not.
+        if frames and PACKAGE in Path(frames[-1].filename).parents:
+            return "told"
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+            return "told"
+    if isinstance(error, (dist.DistError, ConnectionError)):
+        return "peer"
+    if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in GONE):
+        return "peer"
+    return "bug"
+
+
+def leave_record(fault: Fault, folder: Path | None) -> None:
+    """Writes a fault where torchrun's agent looks for it, and its traceback into the run folder."""
+    where = os.environ.get(ERROR_FILE)
+    if where:
+        extra = {"py_callstack": fault.traceback, "timestamp": str(fault.time // 1_000_000_000), "fault": asdict(fault)}
+        _write(Path(where), json.dumps({"message": {"message": fault.line, "extraInfo": extra}}))
+    if folder is not None and folder.is_dir() and fault.kind != "peer":
+        _write(folder / f"error-rank-{fault.rank}.txt", fault.traceback)
+
+
+def _write(path: Path, text: str) -> None:
+    # A disk that is full must not hide the error that is being reported.
+    try:
+        path.write_text(text)
+    except OSError:
+        return
+
+
+class Death(Protocol):
+    """How a worker ended, as torchrun's agent reports it (`ProcessFailure`)."""
+
+    @property
+    def exitcode(self) -> int: ...
+
+    @property
+    def error_file_data(self) -> Mapping[str, Any]: ...
+
+
+def cause(deaths: Mapping[int, Death]) -> Fault:
+    """The fault that ended a job, of all that its ranks report.
+
+    A rank's own error comes first, the earliest of several; then an end by a signal, which leaves no record; then the
+    loss of a connection.
+    """
+    faults = [fault for death in deaths.values() if (fault := _recorded(death))]
+    own = [fault for fault in faults if fault.kind != "peer"]
+    if own:
+        return min(own, key=lambda fault: fault.time)
+    # The agent itself ends the other ranks with SIGTERM.
+    killed = {rank: death.exitcode for rank, death in deaths.items() if death.exitcode < 0}
+    for rank, code in sorted(killed.items(), key=lambda item: item[1] == -signal.SIGTERM):
+        if code != -signal.SIGTERM or not faults:
+            return Fault(rank, "told", f"rank {rank} was ended by {_signal(-code)}", "", 0)
+    if faults:
+        return min(faults, key=lambda fault: fault.time)
+    rank, death = min(deaths.items())
+    return Fault(rank, "told", f"rank {rank} ended with exit status {death.exitcode}", "", 0)
+
+
+def _recorded(death: Death) -> Fault | None:
+    message = death.error_file_data.get("message")
+    fault = message.get("extraInfo", {}).get("fault") if isinstance(message, Mapping) else None
+    return Fault(**fault) if fault else None
+
+
+def _signal(number: int) -> str:
+    name = signal.Signals(number).name
+    hints = {"SIGKILL": " (often: the machine had no memory left)", "SIGBUS": " (often: /dev/shm is full)"}
+    return name + hints.get(name, "")
+
+
+def nonfinite_origin(parallel: Evaluates, batch: Batch, ranks: Ranks) -> str:
+    """Where a loss that is not finite comes from: the first rank whose rows alone give one, by halving. Collective.
+
+    Args:
+        parallel: the model, as it stands after the step.
+        batch: this rank's rows of the step.
+        ranks: those of the job.
+    """
+    places = ranks.gather(parallel.data_rank)
+    low, high = 0, max(places) + 1
+
+    def finite(first: int, last: int) -> bool:
+        mine = batch if first <= parallel.data_rank < last else rows(batch, 0, 0)
+        return math.isfinite(parallel.evaluate(mine)[0])
+
+    if finite(low, high):
+        return "of no rank's rows alone"
+    while high - low > 1:
+        middle = (low + high) // 2
+        if finite(low, middle):
+            low = middle
+        else:
+            high = middle
+    return f"from the rows of rank {places.index(low)}"
+
+
+def require_agreement(ranks: Ranks, facts: Mapping[str, Mapping[str, object]]) -> None:
+    """Stops unless every rank holds the same facts. Collective.
+
+    Args:
+        ranks: those that must agree.
+        facts: subject ("config", "model", "data") -> name -> value.
+
+    Raises:
+        JobStopped: on every rank, naming the first rank, subject and name that differ from rank 0, with both values.
+    """
+    mine = {subject: {name: str(value) for name, value in values.items()} for subject, values in facts.items()}
+    # A digest each, first: models have thousands of names, and they almost always agree.
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    digests = ranks.gather(digest)
+    if len(set(digests)) == 1:
+        return
+    everyone = ranks.gather(mine)
+    first = everyone[0]
+    rank = next(rank for rank, other in enumerate(everyone) if other != first)
+    for subject in first:
+        here, there = first[subject], everyone[rank][subject]
+        for name in [*here, *there]:
+            if here.get(name) != there.get(name):
+                values = f"{here.get(name, 'missing')} on rank 0, {there.get(name, 'missing')} on rank {rank}"
+                raise JobStopped(f"the ranks do not hold the same {subject}: {name} is {values}")
+    raise AssertionError("digests differ and facts do not")

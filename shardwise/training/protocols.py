@@ -1,0 +1,53 @@
+"""What training asks of the model and of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+
+class StepMetrics(Protocol):
+    """What a step tells: loss in nats per target, global gradient norm, targets of the global batch, whether the
+    update was skipped."""
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def gradient_norm(self) -> float: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def skipped(self) -> bool: ...
+
+
+class Trainable(Protocol):
+    """A `Parallel`, as far as training needs it."""
+
+    @property
+    def data_rank(self) -> int: ...
+
+    def step(self, batch: Any, lr: float | None = None) -> StepMetrics: ...
+
+    def evaluate(self, batch: Any) -> tuple[float, int]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def loaded(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class Samples(Protocol):
+    """An endless order of samples, as `corpus.Loader` gives it: what a position holds never changes."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step over all ranks."""
+        ...
+
+    def stream(self, position: int, prefetch: int) -> Iterator[Any]:
+        """This rank's batches, from the sample at `position` on."""
+        ...

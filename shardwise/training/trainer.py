@@ -1,0 +1,298 @@
+"""The main job: takes steps, evaluates, records, writes checkpoints, and continues where it was."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.training import evaluation, random_state, storage
+from shardwise.training.checkpoints import Checkpoints, facts_of, find
+from shardwise.training.config import CheckpointConfig, LogConfig, TrainConfig
+from shardwise.training.display import Display, Row
+from shardwise.training.evaluation import Evaluation, HeldOut
+from shardwise.training.faults import JobStopped, nonfinite_origin, require_agreement
+from shardwise.training.metrics import Metrics
+from shardwise.training.progress import Outcome, Progress, Timing
+from shardwise.training.protocols import Samples, StepMetrics, Trainable
+from shardwise.training.ranks import Flag, Ranks
+from shardwise.training.run_folder import RunFolder, flattened
+from shardwise.training.schedules import learning_rate
+from shardwise.training.signals import STOP, StopSignals
+from shardwise.training.timeline import Timeline
+from shardwise.training.utilisation import measured_peak
+
+
+class Trainer:
+    """Trains a parallel model in a run folder; a folder that holds a checkpoint is continued. Collective over the job.
+
+    Args:
+        parallel: the model, as `shardwise.parallelize` returns it.
+        samples: the training data, as `corpus.Loader`.
+        run: the run folder; by default `train.run`.
+        lr: the peak of the learning rate schedule.
+        train: the section [train] of a configuration.
+        checkpoint: the section [checkpoint].
+        log: the section [log].
+        held_out: what to evaluate on.
+        flops_per_target: forward and backward, for model-FLOP utilisation; 0 shows none.
+        dtype: of the model's matrix products, for the same.
+        device: this rank's.
+        prefetch: batches to read ahead.
+        settings: the whole configuration by section, to be recorded, and compared between ranks.
+        facts: subject -> name -> value that all ranks must hold alike.
+        stop_signals: ask to stop after the step.
+    """
+
+    def __init__(
+        self,
+        parallel: Trainable,
+        samples: Samples,
+        *,
+        run: str | Path = "",
+        lr: float = 3e-4,
+        train: TrainConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        log: LogConfig | None = None,
+        held_out: HeldOut | None = None,
+        flops_per_target: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        prefetch: int = 2,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        facts: Mapping[str, Mapping[str, object]] | None = None,
+        stop_signals: Iterable[signal.Signals] = STOP,
+    ) -> None:
+        self.parallel = parallel
+        self.samples = samples
+        self.train = train or TrainConfig()
+        self.checkpoint = checkpoint or CheckpointConfig()
+        self.log = log or LogConfig()
+        self.lr = lr
+        self.held_out = held_out
+        self.flops_per_target = flops_per_target
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.prefetch = prefetch
+        sections = {"train": self.train, "checkpoint": self.checkpoint, "log": self.log}
+        self.settings = settings or {
+            name: section.model_dump(mode="json", exclude_none=True) for name, section in sections.items()
+        }
+        self.ranks = Ranks.world(self.train.timeout)
+        self.folder = RunFolder(self.ranks.broadcast(Path(run or self.train.run or RunFolder.new_path())))
+        self.progress = Progress()
+        self.evaluation: Evaluation | None = None
+        self.display = Display(self.train.steps, shown=self.ranks.rank == 0)
+        self.signals = StopSignals(stop_signals)
+        self._facts = {"config": flattened(self.settings), **(facts or {})}
+        self._flag = Flag(self.ranks)
+        self._checkpoints = Checkpoints(
+            self.folder.checkpoints, self.checkpoint, self.ranks, Ranks.world(self.train.timeout), self.display.warn
+        )
+        self._timeline = Timeline(self.log.timeline, self.folder.timeline, self.ranks.rank, self.display.warn)
+        self._metrics: Metrics | None = None
+        self._timing = Timing()
+        self._peak = 0.0
+        self._loss: float | None = None
+        self._skips = 0
+
+    def fit(self) -> Outcome:
+        """Trains to the last step, or until a signal asks to stop; either way the state is on disk then.
+
+        Raises:
+            JobStopped: the loss is not finite, or the ranks do not hold the same.
+            ValueError: the run folder cannot be used so, or a checkpoint does not fit or cannot be written.
+        """
+        require_agreement(self.ranks, self._facts)
+        self.ranks.first(self.folder.create)
+        try:
+            with self.signals, self.display:
+                self._begin()
+                stopped = self._take_steps()
+                self._save(last=True)
+                self._checkpoints.close()
+                if not stopped and self.evaluation is None:
+                    self._evaluate()
+                self._tell_end(stopped)
+        finally:
+            self._timeline.close()
+            if self._metrics is not None:
+                self._metrics.close()
+            self.folder.release()
+        return Outcome(self.folder.path, self.progress.step, not stopped, self._loss, self.evaluation)
+
+    def _begin(self) -> None:
+        self._checkpoints.prepare()
+        found = self._checkpoints.latest()
+        if found is not None:
+            # Refuses another model or other data before anything is loaded.
+            self.ranks.first(lambda: self.folder.check(self.settings))
+            self._restore(found)
+        else:
+            random_state.seed(self.train.seed, 0, self.parallel.data_rank)
+            if self.checkpoint.initial:
+                self._take_parameters(Path(self.checkpoint.initial))
+        step = self.progress.step
+        start = {"step": step, "seed": self.train.seed, "ranks": self.ranks.size, "device": str(self.device)}
+        self.ranks.first(lambda: self.folder.record(self.settings, start))
+        if self.ranks.rank == 0:
+            self._metrics = Metrics(self.folder, self.log, step, self.settings, self.display.warn)
+        if self.flops_per_target and step < self.train.steps:
+            peak = 1e12 * self.log.peak_tflops * self.ranks.size
+            self._peak = peak or measured_peak(self.device, self.dtype, self.ranks)
+
+    def _restore(self, path: Path) -> None:
+        facts = facts_of(path)
+        rng: dict[str, torch.Tensor] = {}
+        if facts["ranks"] == self.ranks.size:
+            there = storage.metadata_of(path).state_dict_metadata
+            rng = random_state.empty(there, self.ranks.rank)
+        storage.load({**self.parallel.state_dict(), **rng}, path, self.ranks, spare=(random_state.PREFIX,))
+        self.parallel.loaded()
+        self.progress = Progress(**facts["progress"])
+        if rng:
+            random_state.restore(rng, self.ranks.rank, self.device)
+        else:
+            # The generators of another number of ranks mean nothing here: each rank draws anew.
+            random_state.seed(self.train.seed, self.progress.step, self.parallel.data_rank)
+        self.display.line(f"continuing {self.folder.path} from step {self.progress.step}")
+
+    def _take_parameters(self, place: Path) -> None:
+        path = find(place, self.display.warn, self.ranks)
+        state = {key: value for key, value in self.parallel.state_dict().items() if key.startswith("model/")}
+        storage.load(state, path, self.ranks, spare=("optimizer/", "step", random_state.PREFIX))
+        self.parallel.loaded()
+        self.display.line(f"starting from the parameters of {path}")
+
+    def _take_steps(self) -> bool:
+        """Takes steps until the last one, or until a stop is asked for; returns whether it was."""
+        progress, train = self.progress, self.train
+        batches = self.samples.stream(progress.samples, self.prefetch)
+        try:
+            while progress.step < train.steps:
+                self._timeline.before(progress.step)
+                lr = learning_rate(progress.updates, train, self.lr)
+                start = time.perf_counter()
+                batch = next(batches)
+                metrics = self.parallel.step(batch, lr=lr)
+                self._count(metrics, batch, time.perf_counter() - start)
+                if progress.step % self.log.every == 0:
+                    self._write_row(metrics, lr)
+                stop = self._flag.poll(self._stop_wanted())
+                if not stop and train.eval_every and progress.step % train.eval_every == 0:
+                    stop = self._evaluate()
+                if stop and progress.step < train.steps:
+                    return True
+                if self.checkpoint.every and progress.step % self.checkpoint.every == 0:
+                    self._save()
+        finally:
+            self._flag.close()
+            if isinstance(batches, Generator):
+                batches.close()
+        return False
+
+    def _stop_wanted(self) -> bool:
+        failed = self._checkpoints.failure is not None and self.checkpoint.on_failure == "stop"
+        return failed or self.signals.received is not None
+
+    def _count(self, metrics: StepMetrics, batch: Any, seconds: float) -> None:
+        progress, timing = self.progress, self._timing
+        progress.step += 1
+        progress.samples += self.samples.batch_size
+        progress.updates += not metrics.skipped
+        progress.seconds += seconds
+        timing.steps += 1
+        timing.tokens += metrics.tokens
+        timing.seconds += seconds
+        self._loss = metrics.loss
+        self.display.at(progress.step)
+        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.gradient_norm)):
+            self._on_nonfinite(metrics, batch)
+            return
+        self._skips = 0
+        progress.tokens += metrics.tokens
+        progress.row_loss += metrics.loss * metrics.tokens
+        progress.row_tokens += metrics.tokens
+
+    def _on_nonfinite(self, metrics: StepMetrics, batch: Any) -> None:
+        self._skips += 1
+        step = self.progress.step
+        self._write("event", {"nonfinite": 1, "loss": metrics.loss, "gradient_norm": metrics.gradient_norm})
+        self.parallel.drain()
+        origin = nonfinite_origin(self.parallel, batch, self.ranks)
+        what = f"step {step}: loss {metrics.loss}, gradient norm {metrics.gradient_norm}, {origin}"
+        if self.train.on_nonfinite == "stop":
+            raise JobStopped(f'{what}; lower optimizer.lr, or set train.on_nonfinite = "skip"')
+        if not metrics.skipped:
+            raise JobStopped(f"{what}; the update is applied already, so the step cannot be skipped")
+        if self._skips > self.train.max_skips:
+            raise JobStopped(f"{what}; these are {self._skips} steps in a row, more than train.max_skips")
+        self.display.warn(f"{what}; the step is skipped")
+
+    def _write_row(self, metrics: StepMetrics, lr: float) -> None:
+        progress, timing = self.progress, self._timing
+        speed = timing.tokens / timing.seconds
+        row = Row(
+            step=progress.step,
+            loss=progress.row_loss / progress.row_tokens if progress.row_tokens else math.nan,
+            lr=lr,
+            gradient_norm=metrics.gradient_norm,
+            tokens_per_second=speed,
+            utilisation=self.flops_per_target * speed / self._peak if self._peak else None,
+            seconds_left=(self.train.steps - progress.step) * timing.seconds / timing.steps,
+        )
+        progress.row_loss, progress.row_tokens = 0.0, 0
+        self._timing = Timing()
+        self.display.row(row)
+        totals = {"tokens": progress.tokens, "samples": progress.samples, "seconds": progress.seconds}
+        self._write("train", {**asdict(row), **totals})
+
+    def _evaluate(self) -> bool:
+        """Evaluates; returns whether a stop was asked for meanwhile, which gives the evaluation up."""
+        if self.held_out is None:
+            return False
+        stop = False
+
+        def stopped() -> bool:
+            nonlocal stop
+            stop = self._flag.poll(self._stop_wanted())
+            return stop
+
+        self.parallel.drain()
+        found = evaluation.evaluate(self.parallel, self.held_out, self.train.eval_batches, stopped)
+        if found is not None:
+            self.evaluation = found
+            compression = self.held_out.compression
+            others = {f"bits_per_byte_{name}": bits for name, bits in compression.items()}
+            self._write("eval", {**asdict(found), **others})
+            self.display.line(f"step {self.progress.step}   {evaluation.described(found, compression)}")
+        return stop
+
+    def _save(self, last: bool = False) -> None:
+        self.parallel.drain()
+        state = {**self.parallel.state_dict(), **random_state.capture(self.ranks.rank, self.device)}
+        facts = {"progress": asdict(self.progress), "ranks": self.ranks.size, "settings": self.settings}
+        save = self._checkpoints.save_last if last else self._checkpoints.save
+        save(self.progress.step, state, facts)
+
+    def _write(self, kind: str, values: Mapping[str, float | int | None]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(kind, self.progress.step, values)
+
+    def _tell_end(self, stopped: bool) -> None:
+        at = f"step {self.progress.step} of {self.train.steps}"
+        if not stopped:
+            self.display.line(f"finished {at}; the run is in {self.folder.path}")
+            return
+        why = (
+            self.signals.received.name
+            if self.signals.received
+            else self._checkpoints.failure or "another rank's signal"
+        )
+        self.display.line(f"stopped at {at} ({why}); continue with train.run={self.folder.path}")

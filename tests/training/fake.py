@@ -1,0 +1,106 @@
+"""A small stand-in for `Parallel`: one matrix, its momentum divided over the ranks by rows, gradients averaged."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+def world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def share(length: int, rank: int, size: int) -> tuple[int, int]:
+    return rank * length // size, (rank + 1) * length // size
+
+
+@dataclass
+class Rows:
+    """Some rows of a global tensor, with torch's _Checkpointable protocol."""
+
+    local: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size((self.start, 0)), self.local.shape)
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.local), torch.Size(self.shape))
+        return [WriteItem(MetadataIndex(fqn, self._chunk().offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.local
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    loss: float
+    gradient_norm: float
+    tokens: int
+    skipped: bool
+
+
+class FakeParallel:
+    """Least squares with momentum; noise on the input draws from torch's generator, as dropout would."""
+
+    def __init__(self, rows: int = 5, columns: int = 3, noise: float = 0.1) -> None:
+        self.rank, self.size = world()
+        self.data_rank, self.num_data_ranks = self.rank, self.size
+        self.device = torch.device("cpu")
+        self.noise = noise
+        generator = torch.Generator().manual_seed(1)
+        self.weight = torch.randn(rows, columns, generator=generator)
+        self.first, self.last = share(rows, self.rank, self.size)
+        self.momentum = torch.zeros(self.last - self.first, columns)
+        self.steps = torch.zeros((), dtype=torch.int64)
+        self.loads = 0
+
+    def step(self, batch: tuple[Tensor, Tensor], lr: float | None = None) -> StepMetrics:
+        inputs, targets = batch
+        noisy = inputs + self.noise * torch.randn(inputs.shape)
+        error = noisy @ self.weight.T - targets
+        total = torch.cat([(error.T @ noisy).flatten(), (error**2).sum().view(1), torch.tensor([float(error.numel())])])
+        if self.size > 1:
+            dist.all_reduce(total)
+        gradient = total[:-2].view_as(self.weight) / total[-1]
+        norm = gradient.norm().item()
+        loss = (total[-2] / total[-1]).item()
+        if not torch.isfinite(total).all():
+            return StepMetrics(loss, norm, int(targets.numel()), True)
+        self.momentum.mul_(0.9).add_(gradient[self.first : self.last])
+        self.weight[self.first : self.last] -= (lr or 0.1) * self.momentum
+        if self.size > 1:
+            parts = [torch.empty(high - low, self.weight.shape[1]) for low, high in self._shares()]
+            dist.all_gather(parts, self.weight[self.first : self.last].contiguous())
+            self.weight.copy_(torch.cat(parts))
+        self.steps += 1
+        return StepMetrics(loss, norm, int(total[-1]), False)
+
+    def _shares(self) -> Iterator[tuple[int, int]]:
+        return (share(self.weight.shape[0], rank, self.size) for rank in range(self.size))
+
+    def evaluate(self, batch: tuple[Tensor, Tensor]) -> tuple[float, int]:
+        inputs, targets = batch
+        total = torch.stack([((inputs @ self.weight.T - targets) ** 2).sum(), torch.tensor(float(targets.numel()))])
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total[0].item(), int(total[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        momentum = Rows(self.momentum, self.first, tuple(self.weight.shape))
+        return {"model/weight": self.weight, "optimizer/weight/momentum": momentum, "step": self.steps}
+
+    def loaded(self) -> None:
+        self.loads += 1
+
+    def drain(self) -> None:
+        pass
