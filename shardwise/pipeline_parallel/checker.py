@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shardwise.pipeline_parallel.actions import Action, Kind, Row, Schedule, ScheduleError, Weights, passes
+from shardwise.pipeline_parallel.actions import Action, Kind, Row, Schedule, ScheduleError, Weights, passes, unroll
 from shardwise.pipeline_parallel.clock import run
 from shardwise.pipeline_parallel.transfers import Receive, Send, all_transfers, rendezvous
 
@@ -42,6 +42,8 @@ def check(schedule: Schedule) -> Report:
         ScheduleError: one line with the rank, the action and the reason.
     """
     _check_shape(schedule)
+    if schedule.rounds is not None:
+        _check_rounds(schedule)
     for rank, row in enumerate(schedule.rows):
         _check_row(schedule, rank, row)
     run(schedule.rows, schedule.placement)
@@ -119,6 +121,26 @@ def _check_shape(schedule: Schedule) -> None:
     for rank, stages in enumerate(schedule.placement):
         if list(stages) != sorted(stages):
             raise ScheduleError(f"{schedule.name}: rank {rank} must list its stages in ascending order, not {stages}")
+
+
+def _check_rounds(schedule: Schedule) -> None:
+    """Every step runs each microbatch's forward on every rank, and the steps and the drain make one valid schedule."""
+    assert schedule.rounds is not None
+    p, m = schedule.num_stages, schedule.num_microbatches
+    if not schedule.asynchronous:
+        raise ScheduleError(f"{schedule.name}: has rounds but is not marked asynchronous")
+    if schedule.rows != unroll(schedule, 1).rows:
+        raise ScheduleError(f"{schedule.name}: the rows must be those of one step and the drain")
+    for number, rows in enumerate(schedule.rounds[:2]):
+        for rank, row in enumerate(rows):
+            for chunk in range(schedule.num_chunks):
+                found = sorted(a.microbatch for a in row if a.kind is Kind.F and a.chunk == chunk)
+                if found != list(range(m)):
+                    raise ScheduleError(
+                        f"{schedule.name}: round {number} of rank {rank} must run the forwards of microbatches 0 to "
+                        f"{m - 1} of chunk {chunk}, not {found}"
+                    )
+    check(unroll(schedule, 2 + -(-2 * p // m)))
 
 
 def _check_row(schedule: Schedule, rank: int, row: Row) -> None:

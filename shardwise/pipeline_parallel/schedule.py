@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
 
 from shardwise.pipeline_parallel.actions import (
     Action,
@@ -19,13 +21,22 @@ from shardwise.pipeline_parallel.actions import (
     unroll,
     vee,
 )
+from shardwise.pipeline_parallel.automatic import automatic
 from shardwise.pipeline_parallel.checker import Report, check, versions
+from shardwise.pipeline_parallel.dualpipe import dualpipev
+from shardwise.pipeline_parallel.files import load, save
 from shardwise.pipeline_parallel.gpipe import gpipe
+from shardwise.pipeline_parallel.interleaved import interleaved
 from shardwise.pipeline_parallel.one_f_one_b import one_f_one_b
+from shardwise.pipeline_parallel.pipedream import pipedream, pipedream_2bw
+from shardwise.pipeline_parallel.simulator import Costs, Memory
 from shardwise.pipeline_parallel.transfers import Receive, Send, Step, all_transfers, transfers
+from shardwise.pipeline_parallel.zero_bubble import zb_h1, zb_h2, zbv
 
 __all__ = [
+    "FAMILIES",
     "Action",
+    "Family",
     "Kind",
     "Receive",
     "Report",
@@ -41,34 +52,92 @@ __all__ = [
     "check",
     "drain_rows",
     "linear",
-    "names",
+    "load",
     "passes",
     "round_rows",
+    "save",
     "transfers",
     "unroll",
     "vee",
     "versions",
 ]
 
-_ONE_CHUNK: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+@dataclass(frozen=True)
+class Family:
+    """A schedule `build` knows by name: how many chunks a rank may hold (None is any number) and its generator."""
+
+    least_chunks: int
+    most_chunks: int | None
+    make: Callable[[int, int, int], Schedule]
 
 
-def names() -> list[str]:
-    """The names that `build` knows."""
-    return list(_ONE_CHUNK)
+FAMILIES: dict[str, Family] = {
+    "gpipe": Family(1, 1, lambda p, m, _: gpipe(p, m)),
+    "1f1b": Family(1, 1, lambda p, m, _: one_f_one_b(p, m)),
+    "interleaved": Family(2, None, interleaved),
+    "zb-h1": Family(1, 1, lambda p, m, _: zb_h1(p, m)),
+    "zb-h2": Family(1, 1, lambda p, m, _: zb_h2(p, m)),
+    "zbv": Family(2, 2, lambda p, m, _: zbv(p, m)),
+    "dualpipev": Family(2, 2, lambda p, m, _: dualpipev(p, m)),
+    "pipedream": Family(1, 1, lambda p, m, _: pipedream(p, m)),
+    "pipedream-2bw": Family(1, 1, lambda p, m, _: pipedream_2bw(p, m)),
+    "auto": Family(1, 1, lambda p, m, _: automatic(p, m)),
+}
 
 
-def build(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule of a family for p stages, m microbatches and v chunks per rank.
+def build(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    *,
+    vertical_sync: bool = False,
+    costs: Costs | None = None,
+    memory: Memory | None = None,
+    limit: int | tuple[int, ...] | None = None,
+    barrier: bool = False,
+) -> Schedule:
+    """The schedule of a family, or of a file, for p stages, m microbatches and v chunks per rank.
+
+    Arguments:
+        name: one of `FAMILIES`, or the path of a .csv or .json file (`files`), whose numbers must be those given.
+        vertical_sync: of pipedream, use one weight version across stages.
+        costs, memory, limit, barrier: of auto, what `automatic` takes.
 
     Raises:
-        ValueError: an unknown name or numbers for which the schedule does not exist, with the mend.
+        ValueError: an unknown name, or numbers for which the schedule does not exist, with the mend.
     """
     for what, number in (("stages", num_stages), ("microbatches", num_microbatches), ("chunks", num_chunks)):
         if number < 1:
             raise ValueError(f"{what} = {number} is too small; use at least 1")
-    if name not in _ONE_CHUNK:
-        raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(names())}")
-    if num_chunks != 1:
-        raise ValueError(f"{name} holds one chunk per rank, not {num_chunks}; use interleaved or chunks = 1")
-    return _ONE_CHUNK[name](num_stages, num_microbatches)
+    if name.endswith((".csv", ".json")):
+        return _from_file(name, num_stages, num_microbatches, num_chunks)
+    family = FAMILIES.get(name)
+    if family is None:
+        near = get_close_matches(name, FAMILIES, 1)
+        meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(FAMILIES)} or a .csv or .json file"
+        raise ValueError(f"unknown schedule {name!r}; {meant}")
+    if num_chunks < family.least_chunks or num_chunks > (family.most_chunks or num_chunks):
+        wanted = "2 or more" if family.most_chunks is None else family.least_chunks
+        raise ValueError(f"{name} has {wanted} chunks per rank, not {num_chunks}; set chunks = {family.least_chunks}")
+    if vertical_sync and name != "pipedream":
+        raise ValueError(f"{name} has no vertical sync; use pipedream or leave it out")
+    if vertical_sync:
+        return pipedream(num_stages, num_microbatches, vertical_sync=True)
+    if name == "auto":
+        return automatic(num_stages, num_microbatches, costs=costs, memory=memory, limit=limit, barrier=barrier)
+    return family.make(num_stages, num_microbatches, num_chunks)
+
+
+def _from_file(path: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """A schedule file whose numbers are those asked for."""
+    schedule = load(path)
+    for what, asked, found in (
+        ("pipeline ranks", num_stages, schedule.num_stages),
+        ("microbatches", num_microbatches, schedule.num_microbatches),
+        ("chunks per rank", num_chunks, schedule.num_chunks),
+    ):
+        if asked != found:
+            raise ValueError(f"{path} is a schedule for {found} {what}, not {asked}; ask for {found}")
+    return schedule
