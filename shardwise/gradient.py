@@ -185,19 +185,19 @@ def attach(module: nn.Module, slots: dict[str, Slot], tape: Tape) -> None:
     if type(module) is nn.Linear:
         pair = (slots.get("weight"), slots.get("bias"))
 
-        def linear(x: Tensor) -> Tensor:
+        def linear(input: Tensor) -> Tensor:
             if torch.is_grad_enabled():
-                return _Linear.apply(x, module.weight, module.bias, pair, tape)  # type: ignore[no-any-return]
-            return F.linear(x, module.weight, module.bias)
+                return _Linear.apply(input, module.weight, module.bias, pair, tape)  # type: ignore[no-any-return]
+            return F.linear(input, module.weight, module.bias)
 
         module.forward = linear
         return
     slot = slots["weight"]
 
-    def embedding(index: Tensor) -> Tensor:
+    def embedding(input: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return _Embedding.apply(index, module.weight, slot, tape)  # type: ignore[no-any-return]
-        return F.embedding(index, module.weight)  # type: ignore[arg-type]
+            return _Embedding.apply(input, module.weight, slot, tape)  # type: ignore[no-any-return]
+        return F.embedding(input, module.weight)  # type: ignore[arg-type]
 
     module.forward = embedding  # type: ignore[method-assign]
 
@@ -224,7 +224,8 @@ def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
         if parameter.grad is slot.view:
             slot.on_landing(slot)
             return
-        assert parameter.grad is not None
+        if parameter.grad is None:  # the module has written it itself, and autograd had nothing to add
+            return
         slot.add(parameter.grad)
         parameter.grad = None if slot.direct else slot.view
 

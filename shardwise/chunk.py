@@ -1,0 +1,168 @@
+"""A rank's chunk of the model: its modules, its buckets, and, where updates overtake microbatches, its weight versions."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
+from shardwise.gradient import Tape, hook
+from shardwise.optimizers.optimizer import Optimizer
+from shardwise.pipeline_parallel.runner import Half
+
+Owner = tuple[nn.Module, str]
+
+
+@dataclass
+class _Version:
+    """One version of a chunk's weights: the flat values of every bucket, and parameters that are views into them."""
+
+    values: dict[int, Tensor]  # by id of bucket
+    parameters: dict[str, nn.Parameter]
+    users: set[int] = field(default_factory=set)  # microbatches between their forward and the end of their backward
+
+
+class ModelChunk:
+    """What the runner runs: forwards and backwards of one stage, and its updates.
+
+    Args:
+        module: the stage.
+        buckets: its own trainable parameters.
+        shared: buckets of parameters that other stages hold too, whose sums wait for all of them.
+        owners: by parameter name, the modules that hold the parameter and under which attribute.
+        parameters: by parameter name, the parameters as they stand in the modules.
+        tape: where the modules' weight gradients are put off.
+        overlap: whether sums start while backward still runs.
+        seeds: microbatch -> seed of the random numbers of its forward.
+        version_of: microbatch -> the weight version it uses, for asynchronous schedules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Buckets,
+        shared: list[Buckets],
+        owners: dict[str, list[Owner]],
+        parameters: dict[str, nn.Parameter],
+        tape: Tape,
+        overlap: bool,
+        seeds: Callable[[int], int],
+        version_of: Callable[[int], int] | None,
+    ) -> None:
+        self.module = module
+        self.buckets = buckets
+        self.overlap = overlap
+        self.current = 0
+        self._shared = shared
+        self._owners = owners
+        self._tape = tape
+        self._seeds = seeds
+        self._version_of = version_of
+        self._put_off: dict[int, list[Callable[[], None]]] = {}
+        self._next_microbatch = 0
+        values = {id(bucket): bucket.values for bucket in buckets.buckets}
+        self._versions = {0: _Version(values, parameters)}
+        self._spare: list[_Version] = []
+        self._bound = 0
+
+    # The runner's side
+
+    def forward(self, microbatch: int, received: tuple[Any, ...], inputs: Any) -> Any:
+        if self._version_of is not None and torch.is_grad_enabled():
+            number = self._version_of(microbatch)
+            assert number in self._versions, (number, sorted(self._versions), self.current)
+            self._bind(number)
+            self._versions[number].users.add(microbatch)
+            self._next_microbatch = microbatch + 1
+        if self.module.training:
+            torch.manual_seed(self._seeds(microbatch))
+        return self.module(received, inputs)
+
+    def begin_backward(self, half: Half) -> None:
+        for buckets in (self.buckets, *self._shared):
+            if buckets.spent:
+                buckets.begin()
+        if half.last_backward or half.last_weights:
+            self.buckets.last(half.last_backward, half.last_weights)
+        self._tape.record = None if half.weights else self._put_off.setdefault(half.microbatch, [])
+
+    def end_backward(self, half: Half) -> None:
+        self._tape.record = None
+        if half.weights and not half.backward:
+            with torch.no_grad():
+                for work in self._put_off.pop(half.microbatch, []):
+                    work()
+        if half.weights:
+            for version in self._versions.values():
+                version.users.discard(half.microbatch)
+        if half.last_weights:
+            self.buckets.flush(self.overlap)
+
+    # The engine's side
+
+    def update(self, optimizer: Optimizer, lr: float, step: int, scale: float, apply: bool = True) -> None:
+        """Apply the optimizer with the summed gradients, or, if not `apply`, leave the parameters as they are. With an asynchronous schedule
+        this makes a new weight version, in new memory if microbatches in flight need the old one."""
+        version = self._versions[self.current]
+        if self._version_of is not None:
+            oldest = self._version_of(self._next_microbatch)
+            if version.users or oldest <= self.current:
+                version = self._copy(version)
+            else:
+                del self._versions[self.current]
+            self.current += 1
+            self._versions[self.current] = version
+            for number in [n for n in self._versions if n < min(oldest, self.current) and not self._versions[n].users]:
+                self._spare.append(self._versions.pop(number))
+        if apply:
+            self.buckets.update(optimizer, lr, step, scale, lambda bucket: version.values[id(bucket)])
+        self.buckets.spent = True
+
+    def settle(self) -> None:
+        """No microbatch is in flight: keep the newest version alone, where everything else looks for the parameters."""
+        for number in [number for number in self._versions if number != self.current]:
+            self._spare.append(self._versions.pop(number))
+        version = self._versions.pop(self.current)
+        assert not version.users, version.users
+        self.current = self._next_microbatch = 0
+        self._versions[0] = version
+        for bucket, entry in self.buckets:
+            bucket.values = version.values[id(bucket)]
+            entry.value = bucket.view(bucket.values, entry)
+        self._bound = -1
+        self._bind(0)
+
+    def values(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Every own parameter's newest value, in its shape."""
+        version = self._versions[self.current]
+        for bucket, entry in self.buckets:
+            yield entry, bucket.view(version.values[id(bucket)], entry)
+
+    @property
+    def num_versions(self) -> int:
+        """Weight versions held now."""
+        return len(self._versions)
+
+    def _bind(self, number: int) -> None:
+        if number == self._bound:
+            return
+        for name, parameter in self._versions[number].parameters.items():
+            for module, attribute in self._owners[name]:
+                module._parameters[attribute] = parameter
+        self._bound = number
+
+    def _copy(self, version: _Version) -> _Version:
+        fresh = self._spare.pop() if self._spare else self._allocate()
+        for key, flat in version.values.items():
+            fresh.values[key].copy_(flat)
+        return fresh
+
+    def _allocate(self) -> _Version:
+        values = {id(bucket): torch.empty_like(bucket.values) for bucket in self.buckets.buckets}
+        parameters = {}
+        for bucket, entry in self.buckets:
+            parameters[entry.name] = nn.Parameter(bucket.view(values[id(bucket)], entry))
+            hook(parameters[entry.name], entry.slot)
+        return _Version(values, parameters)

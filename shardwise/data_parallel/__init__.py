@@ -1,0 +1,1 @@
+"""Data parallelism: flat buckets, and their gradients summed while backward still runs."""

@@ -1,0 +1,451 @@
+"""A model spread over ranks, as `parallelize` makes it: steps, evaluation, and its state by name."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise import batch as batches
+from shardwise import collectives
+from shardwise.batch import Batch
+from shardwise.chunk import ModelChunk
+from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
+from shardwise.data_parallel.reducer import Reducer
+from shardwise.layout import share
+from shardwise.loss import Loss
+from shardwise.mesh import Mesh
+from shardwise.optimizers.optimizer import Optimizer
+from shardwise.pipeline_parallel.runner import Microbatch, Runner, Stamp
+from shardwise.pipeline_parallel.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Step,
+    drain_rows,
+    round_rows,
+    transfers,
+    unroll,
+    versions,
+)
+from shardwise.plan import Plan
+
+
+class StepMetrics:
+    """What a step did. Reading `loss` or `gradient_norm` waits for the ranks that know it.
+
+    Attributes:
+        loss: mean over the step's targets, over all ranks.
+        gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of the last update of this
+            rank's last stage); None if it was not computed.
+        tokens: targets in the step, over all ranks.
+        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed.
+        faulty_rank: the first rank whose own loss was not finite, if any.
+    """
+
+    def __init__(self, totals: Tensor, work: dist.Work | None, tokens: Callable[[], int], norm: float | None, skipped: bool) -> None:
+        self._totals, self._work, self._tokens = totals, work, tokens
+        self.gradient_norm = norm
+        self.skipped = skipped
+
+    def _wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._totals
+
+    @property
+    def loss(self) -> float:
+        return float(self._wait()[0]) / max(1, self.tokens)
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens()
+
+    @property
+    def faulty_rank(self) -> int | None:
+        flags = self._wait()[1:]
+        return int(flags.argmax()) if bool(flags.any()) else None
+
+
+@dataclass
+class Assembly:
+    """What `parallelize` has put together for this rank."""
+
+    model: nn.Module
+    chunks: list[ModelChunk]
+    shared: list[Buckets]  # parameters that several stages hold
+    frozen: dict[str, nn.Parameter]
+    persistent: dict[str, Tensor]  # buffers that belong to the state
+    holders: dict[str, int]  # by name of parameter or buffer, the pipeline rank that answers for it
+    reducers: list[Reducer]
+    runner: Runner
+    order: list[str]  # parameter names as the whole model registers them
+    stage_parameters: list[list[str]]  # by stage, the names of its parameters
+
+
+class Parallel:
+    """A model spread over ranks. Made by `parallelize`; every method but the properties is collective over the job."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        plan: Plan,
+        mesh: Mesh,
+        schedule: Schedule,
+        loss: Loss,
+        optimizer: Optimizer | None,
+        *,
+        clip: float | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.schedule = schedule
+        self.model = assembly.model
+        self.step_count = torch.zeros((), dtype=torch.int64)
+        self.clip = clip
+        self.stage_parameters = assembly.stage_parameters
+        self._assembly = assembly
+        self._chunks = assembly.chunks
+        self._runner = assembly.runner
+        self._loss = loss
+        self._optimizer = optimizer
+        self._dtype = dtype
+        self._device = mesh.device()
+        self._rank = mesh.axis("pipeline").rank
+        self._rounds_run = 0  # steps since the pipeline was last empty
+        self._lr = optimizer.lr if optimizer is not None else 0.0
+        self._norm: float | None = None
+        self._skipped = False
+        self._updates_left = 0
+        self._group_of = update_groups(schedule)
+        self._rows: dict[str, tuple[Step, ...]] = {}
+        self._version_table = version_table(schedule)
+
+    # Shares of a batch
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this rank reads."""
+        return self.mesh.axis("data").rank
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many shares a global batch has."""
+        return self.mesh.axis("data").size
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's rows of a global batch of B rows: r*B//R to (r+1)*B//R for data rank r of R."""
+        return batches.rows(batch, *share(batches.num_rows(batch), self.data_rank, self.num_data_ranks))
+
+    # Steps
+
+    def step(self, batch: Batch, lr: float | None = None) -> StepMetrics:
+        """One training step.
+
+        Args:
+            batch: (inputs, targets), this data rank's rows of the global batch; the same on all pipeline ranks of a data rank.
+            lr: learning rate of this step; by default the optimizer's.
+
+        Returns:
+            the step's metrics. With an asynchronous schedule the backwards and updates of its last microbatches belong to the next call, or to
+            `drain`.
+
+        Raises:
+            ValueError: the model was built without an optimizer, or the batch has fewer rows than there are microbatches.
+        """
+        if self._optimizer is None:
+            raise ValueError("this model has no optimizer: pass parallelize(..., optimizer=shardwise.AdamW())")
+        self._lr = self._optimizer.lr if lr is None else lr
+        num_microbatches = self.schedule.num_microbatches
+        first = self._rounds_run * num_microbatches
+        counts = self._feed(batch, first, training=True)
+        state = torch.get_rng_state()
+        self._skipped = False
+        self._updates_left = len(self._chunks)
+        self._runner.run(self._steps("next" if self._rounds_run else "first"), first)
+        torch.set_rng_state(state)
+        if self.schedule.asynchronous:
+            self._rounds_run += 1
+        else:
+            self._runner.finish()
+        if not self.schedule.asynchronous and not self._skipped:
+            self.step_count += 1
+        losses = self._runner.losses
+        totals = torch.zeros(1 + self.mesh.num_ranks, dtype=torch.float64)
+        if losses:
+            totals[0] = torch.stack(losses).sum().to("cpu", torch.float64)
+            totals[1 + self.mesh.rank] = 0.0 if math.isfinite(float(totals[0])) else 1.0
+            # Every tensor and context rank of the last stage has the same loss.
+            totals[0] /= self.mesh.num_ranks / self.mesh.sizes["pipeline"] / self.num_data_ranks
+            losses.clear()
+        work = None
+        if self.mesh.num_ranks > 1:
+            work = dist.all_reduce(totals, group=self.mesh.axis("world").group, async_op=True)
+        return StepMetrics(totals, work, lambda: int(counts().sum()), self._norm, self._skipped)
+
+    def drain(self) -> None:
+        """Finish what an asynchronous schedule has in flight; does nothing for a synchronous one, or twice."""
+        if not self.schedule.asynchronous or self._rounds_run == 0:
+            return
+        first = self._rounds_run * self.schedule.num_microbatches
+        state = torch.get_rng_state()
+        rows = drain_rows(self.schedule, self._rounds_run)
+        self._runner.run(transfers(self.schedule, self._rank, rows), first)
+        torch.set_rng_state(state)
+        self._runner.finish()
+        self._rounds_run = 0
+        for chunk in self._chunks:
+            chunk.settle()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
+        """The loss summed over all data ranks' targets, and how many targets there are; changes nothing.
+
+        Args:
+            batch: (inputs, targets), this data rank's rows; may have no rows.
+        """
+        self.drain()
+        modes = [chunk.module.training for chunk in self._chunks]
+        for chunk in self._chunks:
+            chunk.module.eval()
+        self._feed(batch, 0, training=False)
+        self._runner.run(self._steps("evaluate"), 0, training=False)
+        self._runner.finish()
+        for number in range(self.schedule.num_microbatches):
+            self._runner.forget(number)
+        for chunk, mode in zip(self._chunks, modes, strict=True):
+            chunk.module.train(mode)
+        totals = torch.zeros(2, dtype=torch.float64)
+        if self._runner.losses:
+            totals[0] = torch.stack(self._runner.losses).sum().to("cpu", torch.float64)
+            self._runner.losses.clear()
+        totals[1] = float(self._loss.count(batch[1]))
+        # The last stage alone has a loss; every stage counts the same targets.
+        totals[1] /= self.mesh.sizes["pipeline"]
+        collectives.all_reduce(totals, self.mesh.axis("world"))
+        totals /= self.mesh.num_ranks / self.mesh.sizes["pipeline"] / self.num_data_ranks
+        return float(totals[0]), round(float(totals[1]))
+
+    def _feed(self, batch: Batch, first: int, training: bool) -> Callable[[], Tensor]:
+        """Give the runner the batch's microbatches, numbered from `first`. Returns the global counts by update, once they are there."""
+        num = self.schedule.num_microbatches
+        if training and batches.num_rows(batch) < num:
+            raise ValueError(
+                f"a batch of {batches.num_rows(batch)} rows cannot make plan.microbatches = {num}; use fewer microbatches or more rows a data rank"
+            )
+        batch = batches.in_precision(batches.to_device(batch, self._device), self._dtype)
+        parts = [batches.microbatch(batch, number, num) for number in range(num)]
+        counts = torch.zeros(max(self._group_of) + 1, dtype=torch.int64)
+        if training:
+            for number, (_, targets) in enumerate(parts):
+                counts[self._group_of[number]] += self._loss.count(targets).cpu()
+        axis = self.mesh.axis("data")
+        work: list[dist.Work | None] = [None]
+        if training and axis.size > 1:
+            work[0] = dist.all_reduce(counts, group=axis.group, async_op=True)
+
+        def wait() -> Tensor:
+            if work[0] is not None:
+                work[0].wait()
+                work[0] = None
+            return counts
+
+        for number, (inputs, targets) in enumerate(parts):
+            group = self._group_of[number]
+            self._runner.feed(
+                first + number,
+                Microbatch(inputs, targets, (training, *batches.signature(inputs)), lambda group=group: wait()[group]),  # type: ignore[misc]
+            )
+        return wait
+
+    def _steps(self, which: str) -> tuple[Step, ...]:
+        if which not in self._rows:
+            if which == "evaluate":
+                # In order of microbatch, then stage: nothing waits for something later.
+                rows = tuple(
+                    tuple(
+                        Action(Kind.F, number, chunk)
+                        for number in range(self.schedule.num_microbatches)
+                        for chunk in range(self.schedule.num_chunks)
+                    )
+                    for _ in range(self.schedule.num_stages)
+                )
+            else:
+                rows = round_rows(self.schedule, 0 if which == "first" else 1)
+            self._rows[which] = transfers(self.schedule, self._rank, rows)
+        return self._rows[which]
+
+    # Updates: the runner calls `update` for every U
+
+    def update(self, action: Action) -> None:
+        """Apply summed gradients: those of one chunk with an asynchronous schedule, else all of them once the last chunk has come to it."""
+        assert self._optimizer is not None
+        if self.schedule.asynchronous:
+            chunk = self._chunks[action.chunk]
+            square = chunk.buckets.wait()
+            scale = self._scale(square, "data")
+            # Every rank makes the same updates, so the last microbatch says how many there have been.
+            step = int(self.step_count) + 1
+            chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
+            if action.chunk == len(self._chunks) - 1 and not self._skipped:
+                self.step_count += 1
+            return
+        self._updates_left -= 1
+        if self._updates_left:
+            return
+        for buckets in self._assembly.shared:
+            buckets.last(backward=True, weights=True)
+            buckets.flush(overlap=False)
+        units = [*(chunk.buckets for chunk in self._chunks), *self._assembly.shared]
+        scale = 1.0
+        if self.clip is not None:
+            scale = self._scale(math.fsum(buckets.wait() for buckets in units), "world")
+        step = int(self.step_count) + 1
+        for chunk in self._chunks:
+            if self.clip is None:
+                chunk.buckets.wait()
+            chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
+        for buckets in self._assembly.shared:
+            if self.clip is None:
+                buckets.wait()
+            if not self._skipped:
+                buckets.update(self._optimizer, self._lr, step, scale, lambda bucket: bucket.values)
+            buckets.spent = True
+
+    def _scale(self, square: float, axis: str) -> float:
+        """The factor that clips gradients whose squared norm has the parts `square` on the ranks of `axis`; notes norm and finiteness."""
+        if self.clip is None:
+            return 1.0
+        total = torch.tensor([square], dtype=torch.float64)
+        collectives.all_reduce(total, self.mesh.axis(axis))
+        self._norm = math.sqrt(float(total)) if math.isfinite(float(total)) else float(total)
+        if not math.isfinite(self._norm):
+            self._skipped = True
+            return 1.0
+        return min(1.0, self.clip / self._norm) if self._norm > 0 else 1.0
+
+    # State by name
+
+    def _units(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
+        for chunk in self._chunks:
+            homes = {entry.name: bucket for bucket, entry in chunk.buckets}
+            for entry, value in chunk.values():
+                yield homes[entry.name], entry, value
+        for buckets in self._assembly.shared:
+            for bucket, entry in buckets:
+                yield bucket, entry, entry.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the job's state, for torch.distributed.checkpoint to save, or to load in place: "model/<name>" for parameters
+        and buffers, "optimizer/<parameter>/<moment>", and "step". Drains first."""
+        self.drain()
+        state: dict[str, Any] = {"step": self.step_count}
+        for bucket, entry, value in self._units():
+            state[f"model/{entry.name}"] = value.detach()
+            for moment, tensor in bucket.moments(entry).items():
+                state[f"optimizer/{entry.name}/{moment}"] = tensor
+        for name, parameter in self._assembly.frozen.items():
+            state[f"model/{name}"] = parameter.detach()
+        for name, buffer in self._assembly.persistent.items():
+            state[f"model/{name}"] = buffer
+        return state
+
+    def loaded(self) -> None:
+        """Call after tensors of `state_dict()` were overwritten in place."""
+        for chunk in self._chunks:
+            chunk.settle()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, on every rank, in the model's own order."""
+        self.drain()
+        mine = {entry.name: value for _, entry, value in self._units()} | dict(self._assembly.frozen)
+        return self._gather(mine)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Every trained parameter's summed (and clipped) gradient of the last update, whole, on every rank."""
+        return self._gather({entry.name: bucket.view(bucket.gradient, entry) for bucket, entry, _ in self._units()})
+
+    def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        axis = self.mesh.axis("pipeline")
+        facts = collectives.all_gather_object(
+            {name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, axis
+        )
+        known = {name: fact for other in facts for name, fact in other.items()}
+        found = {}
+        for name in self._assembly.order:
+            if name not in known:
+                continue
+            shape, dtype = known[name]
+            holder = self._assembly.holders[name]
+            if axis.rank == holder:
+                tensor = mine[name].detach().clone(memory_format=torch.contiguous_format)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            found[name] = collectives.broadcast(tensor, axis, holder)
+        return found
+
+    def replicas_agree(self) -> str | None:
+        """The name of the first parameter whose bits differ between data-parallel ranks or holders, None if there is none."""
+        axis = self.mesh.axis("world")
+        mine = {entry.name: fingerprint(value) for _, entry, value in self._units()}
+        everyone = collectives.all_gather_object(mine, axis)
+        for name in self._assembly.order:
+            if len({other[name] for other in everyone if name in other}) > 1:
+                return name
+        return None
+
+    # The recorded timeline
+
+    def record(self, on: bool = True) -> None:
+        """Begin or stop to note when each action runs."""
+        self._runner.stamps = [] if on else None
+
+    def stamps(self) -> list[Stamp]:
+        """What has been noted since `record` or the last call, on this rank."""
+        found, self._runner.stamps = self._runner.stamps or [], []
+        return found
+
+    def close(self) -> None:
+        """Stop background threads; the model stays usable, the job does not go on."""
+        for reducer in self._assembly.reducers:
+            reducer.close()
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Digest of a tensor's bits, shape and dtype."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    digest = hashlib.blake2b(flat.numpy().tobytes(), digest_size=8)
+    digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+    return digest.hexdigest()
+
+
+def update_groups(schedule: Schedule) -> list[int]:
+    """By microbatch of a step, which of the step's updates includes it: all of an update's microbatches share one divisor."""
+    marks = sorted({action.microbatch for row in schedule.rows for action in row if action.kind is Kind.U})
+    return [sum(mark < number for mark in marks) for number in range(schedule.num_microbatches)]
+
+
+def version_table(schedule: Schedule) -> Callable[[int, int], int] | None:
+    """(microbatch since the pipeline was empty, stage) -> the weight version it uses; None for synchronous schedules.
+
+    The table of a few steps is computed from the rows; beyond, it repeats from step to step.
+    """
+    if not schedule.asynchronous:
+        return None
+    m = schedule.num_microbatches
+    num_steps = 2 + -(-2 * schedule.total_stages // m)
+    table = versions(unroll(schedule, num_steps))
+    updates_a_step = max(update_groups(schedule)) + 1
+    last = (num_steps - 1) * m
+
+    def look_up(number: int, stage: int) -> int:
+        beyond = max(0, -(-(number - last - m + 1) // m)) if number >= last + m else 0
+        return table[number - beyond * m][stage] + beyond * updates_a_step
+
+    return look_up

@@ -1,0 +1,382 @@
+"""From a plain model, a plan and a mesh to a `Parallel` model: the order of application, in one place.
+
+1. The schedule of the plan, and which parts of the model each of its stages holds.
+2. A layout for every parameter, and flat buckets that hold this rank's pieces.
+3. Values: drawn piece by piece if the model is on the meta device, else taken from it.
+4. Modules that write their weight gradients into the buckets, and hooks for all other parameters.
+5. The runner.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import batch as batches
+from shardwise import collectives
+from shardwise.batch import Batch
+from shardwise.chunk import ModelChunk, Owner
+from shardwise.data_parallel.buckets import BUCKET_BYTES, Buckets, Entry
+from shardwise.data_parallel.reducer import Reducer
+from shardwise.gradient import Slot, Tape, attach, attach_apart, can_put_off, hook, is_direct
+from shardwise.initial import Initial, initial_of, seed_of
+from shardwise.layout import Layout, draw
+from shardwise.loss import Loss, as_loss, cross_entropy
+from shardwise.mesh import Axis, Mesh
+from shardwise.optimizers.optimizer import Optimizer
+from shardwise.parallel import Assembly, Parallel, fingerprint, version_table
+from shardwise.pipeline_parallel import schedule as schedules
+from shardwise.pipeline_parallel.runner import Runner
+from shardwise.pipeline_parallel.schedule import Kind, Schedule
+from shardwise.pipeline_parallel.stages import Part, Stage, Whole, cut, parts_of
+from shardwise.pipeline_parallel.wire import Wire
+from shardwise.plan import Plan
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss | Callable[[Any, Any], Tensor] = cross_entropy,
+    optimizer: Optimizer | None = None,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    clip: float | None = None,
+    decay: Callable[[str, nn.Parameter], bool] | None = None,
+    example: Batch | None = None,
+    overlap: bool = True,
+    negotiate: str = "once",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Parallel:
+    """Spread a model over the job's ranks. Collective: every rank calls it with the same arguments.
+
+    Args:
+        model: any module. On the meta device, its parameters are drawn piece by piece from (seed, name, block), and no rank holds more than
+            its own part; else its values are kept, moved into buckets in place.
+        plan: how to spread it.
+        loss: summed over targets; a `Loss`, or a plain function (output, targets) -> scalar sum.
+        optimizer: settings of the optimizer; without one the model can be evaluated only.
+        mesh: the job's mesh; made from the plan if left out.
+        seed: of initial values, dropout and whatever else is random.
+        clip: largest norm of all gradients together; larger ones are scaled down to it. None does not clip, nor look at the norm.
+        decay: (name, parameter) -> whether weight decay applies; by default to everything with two dimensions or more.
+        example: a microbatch (inputs, targets) of the sizes to come, for plans whose `cut` or `schedule` depends on costs.
+        overlap: sum gradients while backward still runs.
+        negotiate: "once" if what passes between stages depends on the inputs' shapes alone, "always" if it may change with their values.
+        bucket_bytes: a bucket is closed once it holds so much.
+
+    Returns:
+        the model's parallel form. The given model's modules become part of it; those of other pipeline ranks are let go of.
+
+    Raises:
+        ValueError: the plan does not fit the model or the job (`PlanError` lists everything), the model cannot be cut or has a module whose
+            result depends on the layout, or the ranks were given different models.
+    """
+    plan.require(model=model)
+    mesh = mesh or Mesh(plan)
+    dtype = DTYPES[plan.precision]
+    device = mesh.device()
+    axis = mesh.axis("pipeline")
+    loss = as_loss(loss)
+    _refuse_batch_statistics(model, mesh)
+    collectives.agree(mesh.axis("world"), _facts(model, plan, seed, clip, optimizer))
+
+    # 1. Stages
+    schedule = build_schedule(plan)
+    stages = _stage_modules(model, plan, schedule, example, loss, mesh)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held_by: dict[int, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            held_by.setdefault(id(parameter), []).append(number)
+    shared = {key: numbers for key, numbers in held_by.items() if len(numbers) > 1}
+    if schedule.asynchronous and shared:
+        name = names[next(iter(shared))]
+        raise ValueError(
+            f"plan.schedule = {plan.schedule!r} updates each stage at its own time, so {name!r}, which stages {shared[next(iter(shared))]} "
+            "share, would differ between them: untie it (model.tied = false), or use a synchronous schedule such as 1f1b"
+        )
+    order = list(names.values())
+    rank_of = {stage: schedule.owner(stage)[0] for stage in range(schedule.total_stages)}
+    holders = {names[key]: rank_of[numbers[0]] for key, numbers in held_by.items()}
+    mine = [stages[stage] for stage in schedule.placement[axis.rank]]
+    stage_parameters = [[names[id(parameter)] for parameter in stage.parameters()] for stage in stages]
+
+    # 2. Layouts and buckets
+    main = Reducer(mesh, mesh.axis("gradient"), squares=clip is not None)
+    ties = _tie_reducers(mesh, shared, rank_of, axis)
+    reducers = {"": [main], **{key: [main, *others] for key, others in ties.items()}}
+    decays = decay or (lambda name, parameter: parameter.ndim >= 2)
+    owners = _owners(mine)
+
+    def entry(parameter: nn.Parameter) -> Entry:
+        name, key = names[id(parameter)], id(parameter)
+        layout = Layout(tuple(parameter.shape))
+        places: dict[str, Axis] = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
+        own = owners[key]
+        ranks = _ranks_of(shared.get(key, []), rank_of)
+        return Entry(
+            name,
+            layout,
+            layout.local_shape(places),
+            decay=decays(name, parameter),
+            direct=len(own) == 1 and key not in shared and is_direct(own[0][0]),
+            counted=layout.counted_here(places) and (key not in shared or axis.rank == holders[name]),
+            extra=_tie_key(ranks) if len(ranks) > 1 else "",
+        )
+
+    own_buckets = []
+    for stage in mine:
+        own = [p for p in stage.parameters() if p.requires_grad and id(p) not in shared]
+        own_buckets.append(Buckets([entry(p) for p in own], dtype, device, reducers, optimizer, bucket_bytes))
+    tied = {id(p): p for stage in mine for p in stage.parameters() if p.requires_grad and id(p) in shared}
+    shared_buckets = [Buckets([entry(p) for p in tied.values()], dtype, device, reducers, optimizer, bucket_bytes)] if tied else []
+
+    # 3. Values
+    initial = {name: initial_of(model, name) for name, p in model.named_parameters() if p.is_meta and id(p) in owners}
+    by_name = {names[key]: parameter for key, parameter in _unique(mine).items()}
+    slots: dict[str, Slot] = {}
+    live: dict[str, nn.Parameter] = {}
+    for buckets in (*own_buckets, *shared_buckets):
+        for _, item in buckets:
+            slots[item.name] = item.slot
+            live[item.name] = _place(by_name[item.name], item, initial, seed, owners, mesh)
+    frozen = {
+        name: _settle_frozen(name, parameter, initial, seed, owners, dtype, device)
+        for name, parameter in by_name.items()
+        if not parameter.requires_grad
+    }
+    persistent = _move_buffers(model, mine, dtype, device)
+
+    # 4. Gradients
+    puts_off = any(action.kind is Kind.W for row in schedule.rows for action in row)
+    table = version_table(schedule)
+    chunks: list[ModelChunk] = []
+    steps_done: list[Callable[[], int]] = []
+    for number, (module, buckets) in enumerate(zip(mine, own_buckets, strict=True)):
+        tape = Tape()
+        chunk_slots = {name: slots[name] for name in (names_of(module, live)) if name in slots}
+        _attach(module, live, chunk_slots, tape, puts_off)
+        own_names = [item.name for _, item in buckets]
+        stage = schedule.placement[axis.rank][number]
+        data_rank = mesh.axis("data").rank
+
+        def seeds(microbatch: int, stage: int = stage, data_rank: int = data_rank) -> int:
+            return seed_of(seed, "forward", steps_done[0](), data_rank, microbatch, stage)
+
+        chunks.append(
+            ModelChunk(
+                module,
+                buckets,
+                shared_buckets,
+                {name: _owners_of(module, live[name]) for name in own_names},
+                {name: live[name] for name in own_names},
+                tape,
+                overlap,
+                seeds,
+                None if table is None else (lambda microbatch, stage=stage: table(microbatch, stage)),  # type: ignore[misc]
+            )
+        )
+
+    # 5. The runner
+    wire = Wire(axis, device, schedule.total_stages - 1, negotiate)
+    runner = Runner(schedule, axis.rank, chunks, wire, loss.sum, lambda action: parallel.update(action))
+    assembly = Assembly(
+        model if schedule.total_stages == 1 else nn.ModuleList(mine),
+        chunks,
+        shared_buckets,
+        frozen,
+        persistent,
+        holders,
+        [main, *(other for others in ties.values() for other in others)],
+        runner,
+        order,
+        stage_parameters,
+    )
+    parallel = Parallel(
+assembly, plan, mesh, schedule, loss, optimizer, clip=clip, dtype=dtype
+    )
+    steps_done.append(lambda: int(parallel.step_count))
+    return parallel
+
+
+def build_schedule(plan: Plan) -> Schedule:
+    """The schedule a plan names.
+
+    Raises:
+        ValueError: it does not exist for the plan's numbers, or its file does not fit them.
+    """
+    schedule = schedules.build(
+        plan.schedule, plan.pipeline, plan.microbatches, plan.chunks, vertical_sync=plan.vertical_sync
+    )
+    schedules.check(schedule)
+    return schedule
+
+
+def _stage_modules(
+    model: nn.Module, plan: Plan, schedule: Schedule, example: Batch | None, loss: Loss, mesh: Mesh
+) -> list[nn.Module]:
+    if schedule.total_stages == 1:
+        return [Whole(model)]
+    parts = parts_of(model)
+    chosen = None
+    if mesh.rank == 0:  # measured times differ from rank to rank
+        chosen = cut(parts, schedule.placement, plan.cut, example, loss.sum)
+    ranges = collectives.broadcast_object(chosen, mesh.axis("world"))
+    last = len(ranges) - 1
+    return [Stage([parts[index] for index in held], number == 0, number == last) for number, held in enumerate(ranges)]
+
+
+def _unique(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    return {id(parameter): parameter for module in modules for parameter in module.parameters()}
+
+
+def _owners(modules: Iterable[nn.Module]) -> dict[int, list[Owner]]:
+    """By id of parameter, the modules that hold it and under which attribute."""
+    found: dict[int, list[Owner]] = {}
+    seen: set[int] = set()
+    for root in modules:
+        for module in root.modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(id(parameter), []).append((module, attribute))
+    return found
+
+
+def _owners_of(root: nn.Module, parameter: nn.Parameter) -> list[Owner]:
+    return [(module, name) for module in root.modules() for name, own in module._parameters.items() if own is parameter]
+
+
+def names_of(module: nn.Module, live: dict[str, nn.Parameter]) -> list[str]:
+    """The names of a module's parameters among `live`."""
+    inside = {id(parameter) for parameter in module.parameters()}
+    return [name for name, parameter in live.items() if id(parameter) in inside]
+
+
+def _replace(parameter: nn.Parameter, value: Tensor, owners: list[Owner]) -> nn.Parameter:
+    """Make `value` the parameter's memory: in place, or, since a meta tensor has no memory to exchange, as a new parameter in its modules."""
+    if not parameter.is_meta:
+        parameter.data = value
+        return parameter
+    fresh = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for module, attribute in owners:
+        module._parameters[attribute] = fresh
+    return fresh
+
+
+def _place(
+    parameter: nn.Parameter, item: Entry, initial: dict[str, Initial], seed: int, owners: dict[int, list[Owner]], mesh: Mesh
+) -> nn.Parameter:
+    places = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
+    if parameter.is_meta:
+        draw(item.name, item.layout, initial[item.name], seed, places, item.value)
+    else:
+        with torch.no_grad():
+            for source, target in item.layout.pieces(places):
+                target.of(item.value).copy_(source.of(parameter))
+    return _replace(parameter, item.value, owners[id(parameter)])
+
+
+def _settle_frozen(
+    name: str,
+    parameter: nn.Parameter,
+    initial: dict[str, Initial],
+    seed: int,
+    owners: dict[int, list[Owner]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> nn.Parameter:
+    kept = dtype if parameter.is_floating_point() else parameter.dtype
+    value = torch.empty(parameter.shape, dtype=kept, device=device)
+    if parameter.is_meta:
+        draw(name, Layout(tuple(parameter.shape)), initial[name], seed, {}, value)
+    else:
+        value.copy_(parameter.detach())
+    return _replace(parameter, value, owners[id(parameter)])
+
+
+def _move_buffers(model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Move this rank's buffers to the device and precision; those that belong to the state, by name."""
+    held = {id(module) for stage in mine for module in stage.modules()}
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if id(module) not in held:
+            continue
+        for attribute, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise ValueError(
+                    f"buffer {f'{path}.{attribute}'.lstrip('.')!r} is on the meta device and only its module knows its values: build the model on a real "
+                    "device, or compute the buffer when it is first used"
+                )
+            module._buffers[attribute] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+            if attribute not in module._non_persistent_buffers_set:
+                found[f"{path}.{attribute}".lstrip(".")] = module._buffers[attribute]  # type: ignore[assignment]
+    return found
+
+
+def _attach(root: nn.Module, live: dict[str, nn.Parameter], slots: dict[str, Slot], tape: Tape, puts_off: bool) -> None:
+    by_id = {id(live[name]): slot for name, slot in slots.items()}
+    for module in root.modules():
+        own = {name: by_id[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in by_id}
+        if not own:
+            continue
+        if is_direct(module) and all(slot.direct for slot in own.values()):
+            attach(module, own, tape)
+        elif puts_off and can_put_off(module):
+            attach_apart(module, own, tape)
+    for name, slot in slots.items():
+        hook(live[name], slot)
+
+
+def _ranks_of(stages: Iterable[int], rank_of: dict[int, int]) -> tuple[int, ...]:
+    return tuple(sorted({rank_of[stage] for stage in stages}))
+
+
+def _tie_key(ranks: tuple[int, ...]) -> str:
+    return "tie " + " ".join(map(str, ranks))
+
+
+def _tie_reducers(
+    mesh: Mesh, shared: dict[int, list[int]], rank_of: dict[int, int], axis: Axis
+) -> dict[str, list[Reducer]]:
+    """A further sum for every set of pipeline ranks that hold the same parameter."""
+    found: dict[str, list[Reducer]] = {}
+    for ranks in sorted({_ranks_of(stages, rank_of) for stages in shared.values()}):
+        if len(ranks) > 1:
+            between = mesh.subgroup("pipeline", ranks)
+            found[_tie_key(ranks)] = [Reducer(mesh, between, squares=False, link=False)] if between is not None else []
+    return found
+
+
+def _refuse_batch_statistics(model: nn.Module, mesh: Mesh) -> None:
+    if mesh.axis("data").size == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                f"module {name!r} is a {type(module).__name__}: its statistics would be those of one rank's rows, so no layout could equal one "
+                "device; use GroupNorm or LayerNorm, or plan.replicate = plan.shard = 1"
+            )
+
+
+def _facts(
+    model: nn.Module, plan: Plan, seed: int, clip: float | None, optimizer: Optimizer | None
+) -> dict[str, str]:
+    """Fingerprints of what all ranks must have been given alike."""
+    facts = {"plan": plan.model_dump_json(), "seed": str(seed), "clip": str(clip), "optimizer": repr(optimizer)}
+    facts["model structure"] = str(
+        seed_of(*((n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in model.named_parameters()))
+    )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            facts[f"value of parameter {name!r}"] = fingerprint(parameter)
+    return facts

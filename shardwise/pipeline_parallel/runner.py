@@ -1,0 +1,311 @@
+"""Executes one rank's row of a schedule.
+
+Receives are posted ahead of the actions that need them, sends do not hold up computation, and an activation is let go of when its
+backward is done. There is no barrier: a rank waits for nothing but the messages and sums that its next action needs.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardwise.pipeline_parallel.schedule import Action, Kind, Receive, Schedule, Send, Step
+from shardwise.pipeline_parallel.wire import Incoming, Spec, TensorSpec, Wire
+
+# Messages whose buffers wait for their sender beyond the next one needed: enough to hide a transfer behind an action.
+RECEIVES_AHEAD = 2
+
+
+class Chunk(Protocol):
+    """What the runner asks of a model chunk on this rank."""
+
+    def forward(self, microbatch: int, received: tuple[Any, ...], inputs: Any) -> Any:
+        """Run the chunk's modules, with the weight version that the microbatch uses."""
+
+    def begin_backward(self, half: "Half") -> None:
+        """A backward pass begins."""
+
+    def end_backward(self, half: "Half") -> None:
+        """That pass has ended; if it was the weight half alone, what was put off is to be computed now."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """Which half of a microbatch's backward an action runs: input gradients (`backward`), weight gradients (`weights`), or both; and whether
+    each is the chunk's last before its update."""
+
+    microbatch: int
+    backward: bool
+    weights: bool
+    last_backward: bool
+    last_weights: bool
+
+
+@dataclass
+class Microbatch:
+    """One microbatch's own data, which every pipeline rank has: inputs and targets, their signature, and what its loss is divided by."""
+
+    inputs: Any
+    targets: Any
+    signature: Any
+    count: Callable[[], Tensor]
+
+
+@dataclass
+class _Held:
+    """What is kept of a microbatch on a chunk between its forward and its backward."""
+
+    leaves: list[Tensor]  # received tensors that need a gradient
+    roots: list[GradientEdge]  # of the outputs that need one
+    spec: Spec | None = None  # of what was sent on
+    loss: Tensor | None = None
+
+
+@dataclass
+class Stamp:
+    """When an action ran, in seconds of `time.perf_counter`."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class Runner:
+    """Runs rows of a schedule on this rank.
+
+    Args:
+        schedule: for the placement of stages.
+        rank: this rank's position along the pipeline axis.
+        chunks: this rank's model chunks.
+        wire: messages to the other pipeline ranks.
+        loss_sum: (output, targets) -> the loss summed over targets; called by the last stage.
+        update: called for every U with its action.
+    """
+
+    schedule: Schedule
+    rank: int
+    chunks: Sequence[Chunk]
+    wire: Wire
+    loss_sum: Callable[[Any, Any], Tensor]
+    update: Callable[[Action], None]
+    stamps: list[Stamp] | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _local: dict[tuple[Kind, int, int], list[Any]] = field(default_factory=dict)
+    _microbatches: dict[int, Microbatch] = field(default_factory=dict)
+    _passes_left: dict[int, int] = field(default_factory=dict)
+    _began: float = 0.0  # when the action at hand had what it waited for
+
+    def feed(self, number: int, microbatch: Microbatch) -> None:
+        """Make microbatch `number` (counted from the first one ever) known; it is forgotten after its last use."""
+        self._microbatches[number] = microbatch
+        self._passes_left[number] = len(self.chunks)
+
+    def run(self, steps: Sequence[Step], first_microbatch: int, training: bool = True) -> None:
+        """Execute a row with its transfers.
+
+        Args:
+            steps: from `transfers`, microbatches numbered from `first_microbatch`.
+            training: whether forwards keep what backwards need.
+        """
+        absolute = [step._replace(microbatch=step.microbatch + first_microbatch) for step in steps]
+        receives: deque[Receive] = deque(step for step in absolute if isinstance(step, Receive))
+        posted: dict[tuple[Kind, int, int], Incoming] = {}
+        halves = _halves(absolute)
+        for position, step in enumerate(absolute):
+            if isinstance(step, Receive):
+                continue
+            if isinstance(step, Send):
+                self._send(step)
+                continue
+            self._post(receives, posted)
+            self._began = time.perf_counter()
+            try:
+                if step.kind is Kind.F:
+                    self._forward(step, receives, posted, training)
+                elif step.kind is Kind.U:
+                    self.update(step)
+                else:
+                    self._backward(step, halves[position], receives, posted)
+            except Exception as error:
+                stage = self.schedule.stage(self.rank, step.chunk)
+                error.add_note(f"in {step.kind.value} of microbatch {step.microbatch} on stage {stage} (pipeline rank {self.rank})")
+                raise
+            if self.stamps is not None:
+                self.stamps.append(Stamp(step, self._began, time.perf_counter()))
+            self.wire.prune()
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        self.wire.flush()
+
+    def _stage(self, chunk: int) -> int:
+        return self.schedule.stage(self.rank, chunk)
+
+    # Receiving
+
+    def _post(self, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]) -> None:
+        while receives and len(posted) < RECEIVES_AHEAD:
+            incoming = self._open(receives[0], ahead=True)
+            if incoming is None:
+                return
+            receive = receives.popleft()
+            posted[receive.kind, receive.microbatch, receive.boundary] = incoming
+
+    def _open(self, receive: Receive, ahead: bool) -> Incoming | None:
+        kind, number, boundary, chunk, peer = receive
+        if kind is Kind.F:
+            return self.wire.receive_activation(number, boundary, peer, self._microbatches[number].signature, ahead)
+        held = self._held.get((number, chunk))
+        spec = held.spec if held else None
+        if spec is None:
+            microbatch = self._microbatches.get(number)
+            spec = self.wire.known(boundary, microbatch.signature) if microbatch else None
+        if spec is None:
+            assert ahead, "a gradient is due before its forward"
+            return None
+        return self.wire.receive_tensors(kind, number, boundary, peer, spec.gradients)
+
+    def _receive(
+        self, kind: Kind, number: int, boundary: int, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]
+    ) -> Incoming:
+        """The message an action needs; receives are opened in their sender's order up to it."""
+        key = (kind, number, boundary)
+        while key not in posted:
+            receive = receives.popleft()
+            incoming = self._open(receive, ahead=False)
+            assert incoming is not None
+            posted[receive.kind, receive.microbatch, receive.boundary] = incoming
+        return posted.pop(key)
+
+    # Actions
+
+    def _forward(
+        self, action: Action, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming], training: bool
+    ) -> None:
+        number, chunk = action.microbatch, action.chunk
+        stage = self._stage(chunk)
+        microbatch = self._microbatches[number]
+        received: tuple[Any, ...] = ()
+        if stage > 0:
+            if self._neighbour(stage - 1) is None:
+                incoming = self._receive(Kind.F, number, stage - 1, receives, posted)
+                assert incoming.spec is not None
+                received = tuple(_fill(incoming.spec, incoming.wait(), training))
+            else:
+                received = tuple(self._local.pop((Kind.F, number, stage - 1)))
+        self._began = time.perf_counter()
+        with torch.set_grad_enabled(training):
+            value = self.chunks[chunk].forward(number, received, microbatch.inputs)
+            leaves = [v for v in received if isinstance(v, Tensor) and v.requires_grad]
+            if stage == self.schedule.total_stages - 1:
+                loss = self.loss_sum(value, microbatch.targets)
+                self.losses.append(loss.detach())
+                if training:
+                    self._held[number, chunk] = _Held(leaves, [], loss=loss)
+                return
+        values = list(value) if isinstance(value, tuple) else [value]
+        roots = [get_gradient_edge(v) for v in values if isinstance(v, Tensor) and v.requires_grad]
+        if training:
+            self._held[number, chunk] = _Held(leaves, roots)
+        self._local[Kind.F, number, stage] = values
+        if self._neighbour(stage + 1) is not None:
+            spec = Spec.of(values)
+            self._local[Kind.F, number, stage] = _fill(spec, [v.detach() for v in values if isinstance(v, Tensor)], training)
+
+    def _neighbour(self, stage: int) -> int | None:
+        """The local chunk that is `stage`, if it is on this rank."""
+        rank, chunk = self.schedule.owner(stage)
+        return chunk if rank == self.rank else None
+
+    def _backward(
+        self, action: Action, half: Half, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]
+    ) -> None:
+        number, chunk = action.microbatch, action.chunk
+        gradients = self._output_gradients(number, chunk, receives, posted) if half.backward else []
+        self._began = time.perf_counter()
+        self.chunks[chunk].begin_backward(half)
+        if half.backward:
+            held = self._held.pop((number, chunk))
+            if held.loss is not None and held.loss.requires_grad:
+                torch.autograd.backward(held.loss, gradients[0])
+            elif held.roots:
+                torch.autograd.backward(held.roots, gradients)
+            if self._stage(chunk) > 0:
+                self._local[Kind.B, number, self._stage(chunk) - 1] = [
+                    torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in held.leaves
+                ]
+        self.chunks[chunk].end_backward(half)
+        if half.weights:
+            self._passes_left[number] -= 1
+            if self._passes_left[number] == 0:
+                self.forget(number)
+
+    def _output_gradients(
+        self, number: int, chunk: int, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]
+    ) -> list[Tensor]:
+        """The gradients a chunk's backward starts from: the loss's own, or those of its outputs from the next stage."""
+        stage = self._stage(chunk)
+        loss = self._held[number, chunk].loss
+        if loss is not None:
+            count = self._microbatches[number].count().to(loss.device)
+            return [torch.ones_like(loss) / count.clamp(min=1)]
+        if self._neighbour(stage + 1) is not None:
+            return self._local.pop((Kind.B, number, stage))
+        return self._receive(Kind.B, number, stage, receives, posted).wait()
+
+    def forget(self, number: int) -> None:
+        """Let go of a microbatch's own data."""
+        self._microbatches.pop(number, None)
+        self._passes_left.pop(number, None)
+
+    # Sending
+
+    def _send(self, send: Send) -> None:
+        kind, number, boundary, chunk, peer = send
+        values = self._local.pop((kind, number, boundary))
+        if kind is Kind.B:
+            self.wire.send_tensors(kind, number, boundary, peer, values)
+            return
+        spec = self.wire.send_activation(number, boundary, peer, values, self._microbatches[number].signature)
+        if (number, chunk) in self._held:
+            self._held[number, chunk].spec = spec
+
+
+def _fill(spec: Spec, tensors: Sequence[Tensor], training: bool) -> list[Any]:
+    """The values of a message, its tensors as leaves of the receiver's own graph."""
+    left = iter(tensors)
+    return [
+        next(left).requires_grad_(item.requires_grad and training) if isinstance(item, TensorSpec) else item
+        for item in spec.items
+    ]
+
+
+def _halves(steps: Sequence[Step]) -> dict[int, Half]:
+    """By position, what every backward action of a row does, and whether it is its chunk's last of that half before the next update."""
+    found: dict[int, Half] = {}
+    seen: dict[tuple[str, int], bool] = {}  # (half, chunk) -> a later one before the update exists
+    for position in range(len(steps) - 1, -1, -1):
+        step = steps[position]
+        if not isinstance(step, Action) or step.kind is Kind.F:
+            continue
+        if step.kind is Kind.U:
+            seen["backward", step.chunk] = seen["weights", step.chunk] = False
+            continue
+        backward, weights = step.kind is not Kind.W, step.kind is not Kind.B
+        found[position] = Half(
+            step.microbatch,
+            backward,
+            weights,
+            last_backward=backward and not seen.get(("backward", step.chunk), False),
+            last_weights=weights and not seen.get(("weights", step.chunk), False),
+        )
+        seen["backward", step.chunk] = seen.get(("backward", step.chunk), False) or backward
+        seen["weights", step.chunk] = seen.get(("weights", step.chunk), False) or weights
+    return found

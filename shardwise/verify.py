@@ -1,0 +1,337 @@
+"""The oracle: any plan against one device, in one process, in float64, with no technique.
+
+A synchronous plan must compute the same loss, gradients and parameters as a plain training loop. An asynchronous schedule is compared
+with an emulation in one process that uses, for every microbatch and stage, the weight version the schedule's rows say.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import batch as batches
+from shardwise import collectives
+from shardwise.batch import Batch
+from shardwise.initial import initial_of
+from shardwise.layout import Layout, draw, share
+from shardwise.loss import Loss, as_loss, cross_entropy
+from shardwise.mesh import Mesh
+from shardwise.optimizers.optimizer import Optimizer
+from shardwise.parallel import Parallel, update_groups, version_table
+from shardwise.parallelize import parallelize
+from shardwise.plan import Plan
+
+# Largest relative error by precision: rounding in float64; in float32 rounding grows through a few steps.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
+# Values below this fraction of the largest of their kind are compared with that fraction: what is zero but for rounding has no
+# relative error.
+FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One comparison: the largest absolute difference over the reference's largest value."""
+
+    step: int
+    kind: str  # "loss", "gradient", "parameter" or "replicas"
+    name: str
+    error: float
+
+
+@dataclass
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        plan: what was verified, as one line.
+        tolerance: the largest relative error that agrees.
+        differences: every comparison, in the order in which a step makes the values.
+    """
+
+    plan: str
+    tolerance: float
+    num_steps: int
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        return self.first is None
+
+    @property
+    def first(self) -> Difference | None:
+        """The first comparison that fails, None if all hold."""
+        return next((d for d in self.differences if not d.error <= self.tolerance), None)
+
+    @property
+    def worst(self) -> dict[str, Difference]:
+        """By kind, the comparison with the largest error."""
+        found: dict[str, Difference] = {}
+        for difference in self.differences:
+            if difference.kind not in found or not difference.error <= found[difference.kind].error:
+                found[difference.kind] = difference
+        return found
+
+    def describe(self) -> str:
+        """The verdict in one line."""
+        if self.first is None:
+            largest = max((d.error for d in self.differences), default=0.0)
+            return f"agrees with one device: largest relative error {largest:.1e}, allowed {self.tolerance:.0e}"
+        first = self.first
+        if first.kind == "replicas":
+            return f"step {first.step}: the copies of parameter {first.name!r} differ between ranks"
+        what = "the loss" if first.kind == "loss" else f"{first.kind} {first.name!r}"
+        wrong = sum(not d.error <= self.tolerance for d in self.differences)
+        return (
+            f"step {first.step}: {what} differs first, by {first.error:.1e} relative (allowed {self.tolerance:.0e}); "
+            f"{wrong} of {len(self.differences)} comparisons fail"
+        )
+
+    def to_json(self) -> str:
+        """Everything, for programs."""
+        first = asdict(self.first) if self.first else None
+        return json.dumps(
+            {
+                "agrees": self.agrees,
+                "plan": self.plan,
+                "tolerance": self.tolerance,
+                "steps": self.num_steps,
+                "first": first,
+                "worst": {kind: asdict(d) for kind, d in self.worst.items()},
+                "differences": [asdict(d) for d in self.differences],
+            }
+        )
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss | Callable[[Any, Any], Tensor] = cross_entropy,
+    optimizer: Optimizer,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    clip: float | None = None,
+    decay: Callable[[str, nn.Parameter], bool] | None = None,
+    tolerance: float | None = None,
+    sabotage: Callable[[Parallel], None] | None = None,
+    **settings: Any,
+) -> Report:
+    """Compare a plan with one device over some training steps. Collective over the job; the reference runs on its first rank.
+
+    Dropout is off on both sides (evaluation mode), since the masks of a layout are not those of one device.
+
+    Args:
+        model: any module, on the meta device or with values; it is left alone.
+        plan: what to verify; its precision says in which numbers the plan is run. The reference is always float64.
+        batches: the *global* batch of every step, the same on all ranks.
+        loss, optimizer, mesh, seed, clip, decay, settings: as for `parallelize`.
+        tolerance: the largest relative error that agrees; by default 1e-9 in fp64, 1e-3 in fp32.
+        sabotage: called with the parallel model before the first step; tests plant bugs with it.
+
+    Returns:
+        the same report on every rank.
+
+    Raises:
+        ValueError: what `parallelize` raises.
+    """
+    reference_model = copy.deepcopy(model).eval()
+    spread = copy.deepcopy(model).eval()
+    loss = as_loss(loss)
+    parallel = parallelize(
+        spread, plan, loss=loss, optimizer=optimizer, mesh=mesh, seed=seed, clip=clip, decay=decay, **settings
+    )
+    if sabotage is not None:
+        sabotage(parallel)
+    report = Report(_describe_plan(plan), tolerance or TOLERANCES[plan.precision], len(batches))
+    main = parallel.mesh.rank == 0
+    reference = _Reference(reference_model, parallel, loss, optimizer, seed, clip, decay) if main else None
+    # An asynchronous schedule is drained half-way, so that starting over is verified too.
+    drains = {len(batches) - 1, (len(batches) - 1) // 2} if parallel.schedule.asynchronous else set(range(len(batches)))
+    for number, batch in enumerate(batches):
+        metrics = parallel.step(parallel.share(batch))
+        value = metrics.loss
+        expected = reference.step(batch) if reference is not None else 0.0
+        report.differences.append(Difference(number, "loss", "", abs(value - expected) / max(abs(expected), 1e-30)))
+        if number not in drains:
+            continue
+        parallel.drain()
+        gradients, parameters = parallel.full_gradients(), parallel.full_parameters()
+        odd = parallel.replicas_agree()
+        if reference is not None:
+            reference.drain()
+            report.differences += _compare(number, "gradient", gradients, reference.gradients())
+            report.differences += _compare(number, "parameter", parameters, reference.parameters())
+            if odd is not None:
+                report.differences.append(Difference(number, "replicas", odd, float("inf")))
+    parallel.close()
+    found = collectives.broadcast_object(report, parallel.mesh.axis("world"))
+    assert isinstance(found, Report)
+    return found
+
+
+def _describe_plan(plan: Plan) -> str:
+    changed = plan.diff(Plan())
+    return ", ".join(f"{name}={value[0]}" for name, value in changed.items()) or "one device"
+
+
+def _compare(step: int, kind: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterable[Difference]:
+    largest = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
+    for name, right in expected.items():
+        if name not in found or found[name].shape != right.shape:
+            yield Difference(step, kind, name, float("inf"))
+            continue
+        if not right.numel():
+            continue
+        left = found[name].to("cpu", torch.float64)
+        scale = max(float(right.abs().max()), FLOOR * largest, 1e-300)
+        error = float((left - right).abs().max()) / scale
+        yield Difference(step, kind, name, error if error == error else float("inf"))
+
+
+class _Reference:
+    """A plain training loop over the whole model in float64, or, for asynchronous schedules, its emulation with stale weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: Parallel,
+        loss: Loss,
+        optimizer: Optimizer,
+        seed: int,
+        clip: float | None,
+        decay: Callable[[str, nn.Parameter], bool] | None,
+    ) -> None:
+        self.model = _materialize(model, seed)
+        self.loss = loss
+        self.clip = clip
+        self.named = dict(self.model.named_parameters())
+        self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        decays = decay or (lambda name, parameter: parameter.ndim >= 2)
+        self.optimizer = optimizer.reference(
+            [p for name, p in self.trained.items() if decays(name, p)],
+            [p for name, p in self.trained.items() if not decays(name, p)],
+        )
+        self.num_data_ranks = parallel.num_data_ranks
+        self.schedule = parallel.schedule
+        self.stage_of = {
+            name: stage for stage, names in enumerate(parallel.stage_parameters) for name in names
+        }
+        self.table = version_table(self.schedule)
+        self.groups = update_groups(self.schedule)
+        self.number = 0  # microbatches since the pipeline was empty
+        self.versions = [self._snapshot()]
+        self.last: dict[str, Tensor] = {}
+
+    def step(self, batch: Batch) -> float:
+        batch = batches.in_precision(batch, torch.float64)
+        return self._plain(batch) if self.table is None else self._stale(batch)
+
+    def _plain(self, batch: Batch) -> float:
+        """The whole batch at once."""
+        inputs, targets = batch
+        count = int(self.loss.count(targets))
+        total = self.loss.sum(_call(self.model, inputs), targets)
+        self._zero()
+        if total.requires_grad:
+            (total / max(1, count)).backward()
+        self._update(self.trained)
+        return float(total) / max(1, count)
+
+    def _stale(self, batch: Batch) -> float:
+        """Microbatch by microbatch, each with the versions its passes saw."""
+        assert self.table is not None
+        num = self.schedule.num_microbatches
+        parts = [self._microbatch(batch, number, num) for number in range(num)]
+        counts = [sum(int(self.loss.count(t)) for _, t in part) for part in parts]
+        summed = 0.0
+        self._zero()
+        for number, part in enumerate(parts):
+            newest = self._snapshot()
+            seen = {name: self.table(self.number, self.stage_of[name]) for name in self.trained}
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(self.versions[seen[name]][name])
+            group = self.groups[number]
+            divisor = sum(c for c, g in zip(counts, self.groups, strict=True) if g == group)
+            for inputs, targets in part:
+                total = self.loss.sum(_call(self.model, inputs), targets)
+                (total / max(1, divisor)).backward()
+                summed += float(total)
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(newest[name])
+            self.number += 1
+            if number + 1 == num or self.groups[number + 1] != group:
+                for stage in range(self.schedule.total_stages):
+                    self._clip([p for name, p in self.trained.items() if self.stage_of[name] == stage])
+                self._update({})
+                self.versions.append(self._snapshot())
+                if number + 1 < num:
+                    self._zero()
+        return summed / max(1, sum(counts))
+
+    def _microbatch(self, batch: Batch, number: int, num: int) -> list[Batch]:
+        """What microbatch `number` is on every data rank."""
+        total = batches.num_rows(batch)
+        shares = (share(total, rank, self.num_data_ranks) for rank in range(self.num_data_ranks))
+        return [batches.microbatch(batches.rows(batch, *part), number, num) for part in shares]
+
+    def drain(self) -> None:
+        self.number = 0
+        self.versions = [self._snapshot()]
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.trained.items()} if self.table is not None else {}
+
+    def _zero(self) -> None:
+        for parameter in self.trained.values():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def _clip(self, parameters: list[nn.Parameter]) -> None:
+        if self.clip is None or not parameters:
+            return
+        norm = torch.sqrt(sum((p.grad.square().sum() for p in parameters if p.grad is not None), torch.zeros(())))
+        if norm > self.clip:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(self.clip / norm)
+
+    def _update(self, together: dict[str, nn.Parameter]) -> None:
+        self._clip(list(together.values()))
+        self.last = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
+        self.optimizer.step()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.last
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.named.items()}
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _materialize(model: nn.Module, seed: int) -> nn.Module:
+    """The whole model on the CPU in float64, with the values every layout starts from."""
+    drawn = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            drawn[name] = torch.empty(parameter.shape, dtype=torch.float64)
+            draw(name, Layout(tuple(parameter.shape)), initial_of(model, name), seed, {}, drawn[name])
+    values = {id(p): drawn[name] for name, p in model.named_parameters() if p.is_meta}
+    fresh: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in values:
+                key = id(parameter)
+                fresh.setdefault(key, nn.Parameter(values[key], requires_grad=parameter.requires_grad))
+                module._parameters[attribute] = fresh[key]
+    return model.to("cpu", torch.float64)
