@@ -110,17 +110,17 @@ _last_mask: tuple[tuple[object, ...], weakref.ref[Tensor] | None, Tensor] | None
 
 def _shared_mask(q: Tensor, num_keys: int, window: int, documents: Tensor | None) -> Tensor:
     global _last_mask
-    asked = (q.shape[2], num_keys, window, q.device, q.dtype)
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or type(q) is not Tensor:
-        return attention_mask(q.shape[2], num_keys, window, documents, q.device, q.dtype)
-    if documents is not None and documents.is_inference():  # counts no versions, so a change in place would go unseen
-        return attention_mask(q.shape[2], num_keys, window, documents, q.device, q.dtype)
-    key = (*asked, None if documents is None else documents._version)
+    asked = (q.shape[2], num_keys, window, documents, q.device, q.dtype)
+    unfit = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or type(q) is not Tensor
+    # Tensors of inference mode count no versions, so a change of them in place would go unseen.
+    if unfit or (documents is not None and documents.is_inference()):
+        return attention_mask(*asked)
+    key = (q.shape[2], num_keys, window, q.device, q.dtype, None if documents is None else documents._version)
     if _last_mask is not None:
         last_key, reference, mask = _last_mask
         if key == last_key and (reference() if reference else None) is documents:
             return mask
-    mask = attention_mask(q.shape[2], num_keys, window, documents, q.device, q.dtype)
+    mask = attention_mask(*asked)
     _last_mask = (key, None if documents is None else weakref.ref(documents), mask)
     return mask
 

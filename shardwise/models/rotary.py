@@ -161,8 +161,11 @@ def tables(rope: Rope, positions: Tensor | None, start: int, length: int, like: 
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     if positions is not None:
-        reach = int(positions.max()) + 1 if rope.scaling.kind == "dynamic" else 0
-        return _factors(rope, positions, reach, dtype)
+        if rope.scaling.kind != "dynamic":
+            return _factors(rope, positions, 0, dtype)
+        # Each row by its own length, so that a row reads the same whatever else is in the batch.
+        rows = [_factors(rope, row, int(row.max()) + 1, dtype) for row in positions]
+        return torch.stack([cos for cos, _ in rows]), torch.stack([sin for _, sin in rows])
     stop = start + length
     # A subclass (a fake tensor that only traces shapes) must neither see nor fill a table of real numbers.
     if rescales(rope, stop) or torch.compiler.is_compiling() or type(like) is not Tensor:

@@ -165,8 +165,8 @@ class Transformer(nn.Module):
         return out
 
     def initial_value(self, name: str) -> Initial:
-        """How parameter `name` starts, as in GPT-2 (Radford et al. 2019, section 2.3): biases 0, norms 1, the rest normal
-        with deviation 0.02, over sqrt(2 layers) for the matrices that write to the residual stream."""
+        """How parameter `name` starts, as in GPT-2 (Radford et al. 2019, section 2.3): biases 0, norms 1, the rest
+        normal with deviation 0.02, over sqrt(2 layers) for the matrices that write to the stream."""
         if name.endswith(".bias"):
             return Initial("constant", 0.0)
         if name.rpartition(".")[0].endswith("norm"):

@@ -7,7 +7,7 @@ from shardwise.models.config import default_intermediate
 
 def refusal(**values: object) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is tested
-        ModelConfig(**values)  # type: ignore[arg-type]
+        ModelConfig(**values)
     return str(caught.value)
 
 

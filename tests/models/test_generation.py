@@ -76,7 +76,7 @@ def test_streams_and_leaves_the_model_and_the_mode_as_they_were() -> None:
     assert len(first) == 3
     assert not model.training
     assert not torch.is_inference_mode_enabled()
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert model.training
     model(torch.tensor([PROMPT])).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -94,7 +94,7 @@ def counts(**options: float) -> torch.Tensor:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).log()
     arguments = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
     generator = torch.Generator().manual_seed(0)
-    drawn = [draw(logits, generator=generator, **arguments) for _ in range(4000)]  # type: ignore[arg-type]
+    drawn = [draw(logits, generator=generator, **arguments) for _ in range(4000)]
     return torch.bincount(torch.tensor(drawn), minlength=5) / 4000
 
 
@@ -134,7 +134,7 @@ def test_draws_follow_the_asked_distribution(options: dict[str, float], expected
 def test_arguments_out_of_range_are_refused_at_once(arguments: dict[str, object], line: str) -> None:
     model = random_model(CONFIGS["gpt2"])
     with pytest.raises(ValueError, match=line):
-        generate(model, **({"prompt": PROMPT} | arguments))  # type: ignore[arg-type]
+        generate(model, **({"prompt": PROMPT} | arguments))
 
 
 def test_a_diverged_model_is_a_clear_line() -> None:

@@ -60,9 +60,7 @@ def their_model(name: str, dtype: torch.dtype) -> nn.Module:
     """With every parameter far from its initial value."""
     kind, values = THEIRS[name]
     config = getattr(transformers, f"{kind}Config")(**values, attn_implementation="sdpa")
-    model: nn.Module = getattr(
-        transformers, f"{kind}{'LMHead' if kind == 'GPT2' else 'ForCausal'}{'Model' if kind == 'GPT2' else 'LM'}"
-    )(config)
+    model: nn.Module = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -75,7 +73,7 @@ def in_float64(model: nn.Module, config: ModelConfig) -> None:
     """Their rotary models compute norms and angles in float32 whatever the parameters are; these compute in float64."""
 
     def rms(module: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda x: naive.rms(x, module.weight, module.variance_epsilon)  # type: ignore[arg-type, union-attr]
+        return lambda x: naive.rms(x, module.weight, module.variance_epsilon)
 
     def angles(x: Tensor, position_ids: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         length = int(position_ids.max()) + 1
@@ -89,13 +87,13 @@ def in_float64(model: nn.Module, config: ModelConfig) -> None:
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = rms(module)  # type: ignore[method-assign]
+            module.forward = rms(module)
         elif type(module).__name__.endswith("RotaryEmbedding"):
-            module.forward = angles  # type: ignore[method-assign]
+            module.forward = angles
 
 
 def ours_from(theirs: nn.Module, dtype: torch.dtype) -> Transformer:
-    config = config_from_huggingface(theirs.config.to_dict())  # type: ignore[operator, union-attr]
+    config = config_from_huggingface(theirs.config.to_dict())
     model = build(config, config.vocabulary, "cpu", dtype)
     model.load_state_dict(from_huggingface(theirs.state_dict(), config))
     return model.eval()
@@ -239,14 +237,14 @@ def test_checkpoints_of_the_bare_gpt2_are_read() -> None:
     }
     bare["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     bare["h.0.attn.masked_bias"] = torch.tensor(-1e4)
-    config = config_from_huggingface(theirs.config.to_dict())  # type: ignore[operator, union-attr]
+    config = config_from_huggingface(theirs.config.to_dict())
     expected = from_huggingface(theirs.state_dict(), config)
     assert all(torch.equal(value, expected[key]) for key, value in from_huggingface(bare, config).items())
 
 
 def test_what_does_not_fit_is_named() -> None:
     theirs = their_model("llama", torch.float32)
-    config = config_from_huggingface(theirs.config.to_dict())  # type: ignore[operator, union-attr]
+    config = config_from_huggingface(theirs.config.to_dict())
     state = theirs.state_dict()
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ValueError, match=f"the checkpoint lacks {name}; "):
