@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise import toml
+from shardwise.pipeline_parallel.schedule import FAMILIES, Family, build
 from shardwise.plan_values import (
-    SCHEDULES,
     Averaging,
     Cut,
     GradientCompression,
@@ -180,10 +179,9 @@ class _Job(NamedTuple):
     num_ranks: int | None
     batch: int | None
 
-    def size(self, name: str) -> int | None:
-        """A size the model's config names; a user's module has none."""
-        size = getattr(self.model, name, None)
-        return size if isinstance(self.model, BaseModel) and isinstance(size, int) else None
+    def setting(self, name: str) -> int:
+        """A number or switch of the model's config; 0 where a user's module has none."""
+        return int(getattr(self.model, name, 0)) if isinstance(self.model, BaseModel) else 0
 
 
 # Each rule is a pure function of a plan and the job; it yields a problem for each thing that cannot be.
@@ -246,7 +244,7 @@ def _sequence(plan: Plan, job: _Job) -> Iterator[Problem]:
 
 
 def _tensor(plan: Plan, job: _Job) -> Iterator[Problem]:
-    heads = job.size("heads")
+    heads = job.setting("heads")
     if heads and heads % plan.tensor:
         yield Problem(
             "plan.tensor",
@@ -256,7 +254,7 @@ def _tensor(plan: Plan, job: _Job) -> Iterator[Problem]:
 
 
 def _context(plan: Plan, job: _Job) -> Iterator[Problem]:
-    length, heads = job.size("sequence"), job.size("heads")
+    length, heads = job.setting("sequence"), job.setting("heads")
     if length and plan.context > length:
         yield Problem("plan.context", f"{plan.context} ranks for {length} positions", f"set it to {length} or less")
     if heads and plan.context > 1 and plan.context_method == "ulysses" and heads % (plan.tensor * plan.context):
@@ -269,32 +267,49 @@ def _context(plan: Plan, job: _Job) -> Iterator[Problem]:
 
 
 def _chunks(plan: Plan, job: _Job) -> Iterator[Problem]:
-    wanted = SCHEDULES.get(plan.schedule)
-    if wanted is None or wanted.allow(plan.chunks):
+    family = FAMILIES.get(plan.schedule)
+    if family is None or _holds(family, plan.chunks):
         return
-    having = ", ".join(name for name, needs in SCHEDULES.items() if needs.allow(plan.chunks))
+    having = ", ".join(name for name, other in FAMILIES.items() if _holds(other, plan.chunks))
     yield Problem(
         "plan.chunks",
-        f"{plan.schedule} has {'2 or more' if wanted.most_chunks is None else wanted.least_chunks} model chunks "
+        f"{plan.schedule} has {'2 or more' if family.most_chunks is None else family.least_chunks} model chunks "
         f"per rank, not {plan.chunks}",
-        f"set it to {wanted.least_chunks}, or plan.schedule to one with {plan.chunks}: {having}",
+        f"set it to {family.least_chunks}, or plan.schedule to one with {plan.chunks}: {having}",
     )
 
 
-def _fills_stages(plan: Plan, job: _Job) -> Iterator[Problem]:
-    wanted = SCHEDULES.get(plan.schedule)
-    if wanted and wanted.fills_stages and plan.microbatches < plan.pipeline:
+def _holds(family: Family, chunks: int) -> bool:
+    return family.least_chunks <= chunks <= (family.most_chunks or chunks)
+
+
+def _two_versions(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.schedule == "pipedream-2bw" and plan.microbatches < plan.pipeline:
         yield Problem(
             "plan.microbatches",
-            f"{plan.schedule} keeps two weight versions, which is enough only with a microbatch for each of the "
+            f"two weight versions are enough for pipedream-2bw only with a microbatch for each of the "
             f"{plan.pipeline} stages, not {plan.microbatches}",
-            f"set it to {plan.pipeline} or more",
+            f"set it to {plan.pipeline} or more, or plan.schedule to pipedream",
+        )
+
+
+def _tied(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.schedule.startswith("pipedream") and plan.pipeline > 1 and job.setting("tied"):
+        yield Problem(
+            "plan.schedule",
+            f"{plan.schedule} updates each stage at its own time, and the tied embedding is on the first and the last",
+            "set model.tied to false, or choose a synchronous schedule such as 1f1b",
         )
 
 
 def _schedule_file(plan: Plan, job: _Job) -> Iterator[Problem]:
-    if plan.schedule not in SCHEDULES and not Path(plan.schedule).is_file():
-        yield Problem("plan.schedule", f"there is no file {plan.schedule}", "give the path of a schedule file")
+    if plan.schedule in FAMILIES:
+        return
+    try:
+        build(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+    except ValueError as error:
+        reason, _, mend = str(error).partition("; ")
+        yield Problem("plan.schedule", reason, mend or "mend the file or name another schedule")
 
 
 def _vertical_sync(plan: Plan, job: _Job) -> Iterator[Problem]:
@@ -406,7 +421,8 @@ _RULES = (
     _tensor,
     _context,
     _chunks,
-    _fills_stages,
+    _two_versions,
+    _tied,
     _schedule_file,
     _vertical_sync,
     _stages,

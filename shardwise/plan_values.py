@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from shardwise.pipeline_parallel.schedule import FAMILIES
 from shardwise.problems import nearest
 
-
-class ScheduleNeeds(NamedTuple):
-    """What a schedule asks of a plan: model chunks per rank, and whether it needs a microbatch for every stage."""
-
-    least_chunks: int = 1
-    most_chunks: int | None = 1
-    fills_stages: bool = False
-
-    def allow(self, chunks: int) -> bool:
-        return self.least_chunks <= chunks <= (self.most_chunks or chunks)
-
-
-SCHEDULES: dict[str, ScheduleNeeds] = {
-    "gpipe": ScheduleNeeds(),
-    "1f1b": ScheduleNeeds(),
-    "interleaved": ScheduleNeeds(2, None),
-    "zb-h1": ScheduleNeeds(),
-    "zb-h2": ScheduleNeeds(),
-    "zbv": ScheduleNeeds(2, 2),
-    "dualpipev": ScheduleNeeds(2, 2),
-    "pipedream": ScheduleNeeds(),
-    "pipedream-2bw": ScheduleNeeds(fills_stages=True),
-    "auto": ScheduleNeeds(),
-}
 SCHEDULE_FILES = (".csv", ".json")
 CUTS = ("parameters", "flops", "time", "memory")
 
 
 def _schedule(name: str) -> str:
-    if name in SCHEDULES or Path(name).suffix in SCHEDULE_FILES:
+    if name in FAMILIES or Path(name).suffix in SCHEDULE_FILES:
         return name
-    near = nearest(name, SCHEDULES)
+    near = nearest(name, FAMILIES)
     raise ValueError(
         f"{name!r} is not a schedule; {f'did you mean {near}? ' if near else ''}"
-        f"choose one of {', '.join(SCHEDULES)}, or a path ending in {' or '.join(SCHEDULE_FILES)}"
+        f"choose one of {', '.join(FAMILIES)}, or a path ending in {' or '.join(SCHEDULE_FILES)}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 
 from shardwise import plan as plan_module
 from shardwise.models.config import ModelConfig
+from shardwise.pipeline_parallel import schedule as schedules
 from shardwise.plan import BUILT, Plan, PlanError
-from shardwise.plan_values import CUTS, SCHEDULES
+from shardwise.plan_values import CUTS
 from shardwise.problems import Problem
 
 FRACTIONS = st.floats(0, 1, allow_nan=False)
@@ -28,7 +30,7 @@ PLANS = st.builds(
     context=st.integers(1, 9),
     context_method=st.sampled_from(["ring", "ulysses"]),
     pipeline=st.integers(1, 9),
-    schedule=st.sampled_from([*SCHEDULES, "mine.csv", "a folder/it's.json"]),
+    schedule=st.sampled_from([*schedules.FAMILIES, "mine.csv", "a folder/it's.json"]),
     chunks=st.integers(1, 4),
     microbatches=st.integers(1, 64),
     cut=st.one_of(st.sampled_from(CUTS), st.lists(st.integers(0, 9), min_size=1)),
@@ -231,7 +233,7 @@ def test_what_is_built_is_accepted(plan: Plan) -> None:
     assert plan.check(num_ranks=plan.num_ranks, batch=6) == []
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedules.FAMILIES)
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_chunks_follow_the_schedule(schedule: str, chunks: int) -> None:
     right = {"interleaved": chunks >= 2, "zbv": chunks == 2, "dualpipev": chunks == 2}.get(schedule, chunks == 1)
@@ -245,17 +247,50 @@ def test_a_mend_for_chunks_works() -> None:
     assert Plan(pipeline=2, schedule="zbv", microbatches=2, chunks=2).check() == []
 
 
-def test_a_schedule_file_must_exist(tmp_path: Any) -> None:
-    path = tmp_path / "mine.csv"
-    assert keys(Plan(pipeline=2, schedule=str(path))) == {"plan.schedule"}
-    path.write_text("")
-    assert keys(Plan(pipeline=2, schedule=str(path), chunks=3)) == set()
+def test_a_schedule_file_must_exist(tmp_path: Path) -> None:
+    assert keys(Plan(pipeline=2, schedule=str(tmp_path / "mine.csv"))) == {"plan.schedule"}
 
 
 def test_two_weight_versions_need_a_microbatch_for_each_stage() -> None:
     assert keys(Plan(pipeline=4, schedule="pipedream-2bw", microbatches=3)) == {"plan.microbatches"}
     assert keys(Plan(pipeline=4, schedule="pipedream-2bw", microbatches=4)) == set()
     assert keys(Plan(pipeline=4, schedule="1f1b", microbatches=1)) == set()
+
+
+def test_a_schedule_file_has_the_numbers_of_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    schedules.save(schedules.build("interleaved", 2, 4, 3), path)
+    right = {"pipeline": 2, "schedule": str(path), "chunks": 3, "microbatches": 4}
+    assert keys(Plan(**right)) == set()
+    for key in ("pipeline", "chunks", "microbatches"):
+        (problem,) = Plan(**{**right, key: 1}).check()
+        assert problem.key == "plan.schedule"
+        assert problem.reason.startswith(f"{path} is a schedule for {right[key]} ")
+    path.write_text("F0, F1\n")
+    (problem,) = Plan(**right).check()
+    assert problem.reason.startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("schedule", schedules.FAMILIES)
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
+def test_a_plan_is_refused_exactly_when_its_schedule_does_not_exist(
+    schedule: str, chunks: int, microbatches: int
+) -> None:
+    refused = keys(Plan(pipeline=3, schedule=schedule, chunks=chunks, microbatches=microbatches)) != set()
+    if refused:
+        with pytest.raises(ValueError, match=schedule):
+            schedules.build(schedule, 3, microbatches, chunks)
+    else:
+        schedules.build(schedule, 3, microbatches, chunks)
+
+
+@pytest.mark.parametrize("schedule", schedules.FAMILIES)
+def test_an_asynchronous_schedule_does_not_share_a_parameter_between_stages(schedule: str) -> None:
+    asynchronous = schedules.build(schedule, 2, 4, schedules.FAMILIES[schedule].least_chunks).asynchronous
+    plan = Plan(pipeline=2, schedule=schedule, microbatches=4, chunks=schedules.FAMILIES[schedule].least_chunks)
+    assert keys(plan, model=ModelConfig(tied=True)) == ({"plan.schedule"} if asynchronous else set())
+    assert keys(plan, model=ModelConfig(tied=False)) == set()
 
 
 def test_vertical_sync_is_pipedreams() -> None:
