@@ -126,7 +126,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} cannot be written: {error}; choose another train.run") from None
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, None when there are none. Damaged ones are renamed, with a warning that names the file.
+        """The newest whole checkpoint, None when there are none. Damaged ones are renamed, and a warning names them.
 
         Raises:
             CheckpointError: there are checkpoints, and none is whole.

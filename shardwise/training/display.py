@@ -23,7 +23,7 @@ class Row:
     step: int
     loss: float
     lr: float
-    gradient_norm: float
+    gradient_norm: float | None
     tokens_per_second: float
     utilisation: float | None
     seconds_left: float
@@ -73,7 +73,8 @@ class Display:
         if now - self._last_row >= SECONDS_BETWEEN_ROWS or row.step == self._steps:
             self._last_row = now
             width = len(str(self._steps))
-            losses = f"loss {row.loss:.4f}   norm {row.gradient_norm:.3g}   lr {row.lr:.2e}"
+            norm = "" if row.gradient_norm is None else f"   norm {row.gradient_norm:.3g}"
+            losses = f"loss {row.loss:.4f}{norm}   lr {row.lr:.2e}"
             self.line(f"step {row.step:>{width}}/{self._steps}   {losses}   {_rates(row)}")
 
     def line(self, text: str, style: str = "") -> None:

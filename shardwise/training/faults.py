@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import signal
 import time
@@ -16,29 +15,32 @@ from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
-from shardwise.batch import Batch, rows
-from shardwise.training.ranks import Ranks, RanksFailed, reason_of
+from shardwise.training.ranks import Ranks, reason_of
 
 PACKAGE = Path(__file__).parent.parent
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # What a rank meets when another one has gone: the transports have no type of their own for it.
-GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl", "socket timeout")
+GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo",
+    "nccl",
+    "socket timeout",
+    "is gone:",
+    "does not answer on",
+)
 
 
-class Evaluates(Protocol):
-    """What tracing a loss asks of a `Parallel`."""
-
-    @property
-    def data_rank(self) -> int: ...
-
-    def evaluate(self, batch: Any) -> tuple[float, int]: ...
+class TrainingError(RuntimeError):
+    """Training cannot go on; the text says all that the user needs, without a traceback."""
 
 
-class JobStopped(RuntimeError):
-    """Training cannot go on, for a reason that one line says."""
+class JobStopped(TrainingError):
+    """One line says why."""
 
 
-class JobFailed(RuntimeError):
+class JobFailed(TrainingError):
     """A rank failed; the text is that rank's own error."""
 
 
@@ -49,6 +51,7 @@ class Fault:
     Args:
         rank: which rank.
         kind: "told" where `line` says all, "peer" where it only follows from another rank's end, "bug" for the rest.
+        asked: it is about what the user asked for, not about what happened.
         line: the error in one line.
         traceback: where it was raised.
         time: nanoseconds; a rank that fails because another one did is always later.
@@ -56,6 +59,7 @@ class Fault:
 
     rank: int
     kind: Literal["told", "peer", "bug"]
+    asked: bool
     line: str
     traceback: str
     time: int
@@ -69,11 +73,13 @@ class Fault:
 def fault_of(error: BaseException, rank: int) -> Fault:
     """The fault that an exception, caught just now, is."""
     trace = "".join(traceback.format_exception(error))
-    return Fault(rank, _kind(error), reason_of(error), trace, time.time_ns())
+    kind = _kind(error)
+    asked = kind == "told" and isinstance(error, ValueError)
+    return Fault(rank, kind, asked, reason_of(error), trace, time.time_ns())
 
 
 def _kind(error: BaseException) -> Literal["told", "peer", "bug"]:
-    if isinstance(error, (JobStopped, RanksFailed)):
+    if isinstance(error, TrainingError):
         return "told"
     if isinstance(error, (ValueError, OSError)):
         frames = traceback.extract_tb(error.__traceback__)
@@ -131,11 +137,11 @@ def cause(deaths: Mapping[int, Death]) -> Fault:
     killed = {rank: death.exitcode for rank, death in deaths.items() if death.exitcode < 0}
     for rank, code in sorted(killed.items(), key=lambda item: item[1] == -signal.SIGTERM):
         if code != -signal.SIGTERM or not faults:
-            return Fault(rank, "told", f"rank {rank} was ended by {_signal(-code)}", "", 0)
+            return Fault(rank, "told", False, f"rank {rank} was ended by {_signal(-code)}", "", 0)
     if faults:
         return min(faults, key=lambda fault: fault.time)
     rank, death = min(deaths.items())
-    return Fault(rank, "told", f"rank {rank} ended with exit status {death.exitcode}", "", 0)
+    return Fault(rank, "told", False, f"rank {rank} ended with exit status {death.exitcode}", "", 0)
 
 
 def _recorded(death: Death) -> Fault | None:
@@ -148,32 +154,6 @@ def _signal(number: int) -> str:
     name = signal.Signals(number).name
     hints = {"SIGKILL": " (often: the machine had no memory left)", "SIGBUS": " (often: /dev/shm is full)"}
     return name + hints.get(name, "")
-
-
-def nonfinite_origin(parallel: Evaluates, batch: Batch, ranks: Ranks) -> str:
-    """Where a loss that is not finite comes from: the first rank whose rows alone give one, by halving. Collective.
-
-    Args:
-        parallel: the model, as it stands after the step.
-        batch: this rank's rows of the step.
-        ranks: those of the job.
-    """
-    places = ranks.gather(parallel.data_rank)
-    low, high = 0, max(places) + 1
-
-    def finite(first: int, last: int) -> bool:
-        mine = batch if first <= parallel.data_rank < last else rows(batch, 0, 0)
-        return math.isfinite(parallel.evaluate(mine)[0])
-
-    if finite(low, high):
-        return "of no rank's rows alone"
-    while high - low > 1:
-        middle = (low + high) // 2
-        if finite(low, middle):
-            low = middle
-        else:
-            high = middle
-    return f"from the rows of rank {places.index(low)}"
 
 
 def require_agreement(ranks: Ranks, facts: Mapping[str, Mapping[str, object]]) -> None:

@@ -7,20 +7,26 @@ from typing import Any, Protocol
 
 
 class StepMetrics(Protocol):
-    """What a step tells: loss in nats per target, global gradient norm, targets of the global batch, whether the
-    update was skipped."""
+    """What a step tells; reading the loss may wait for other ranks, so that is left until it is needed.
+
+    `loss` is in nats per target, `tokens` counts the targets of the global batch, `gradient_norm` is of all gradients,
+    `skipped` steps changed nothing, and `faulty_rank` is the first whose own loss was not finite.
+    """
 
     @property
     def loss(self) -> float: ...
 
     @property
-    def gradient_norm(self) -> float: ...
+    def gradient_norm(self) -> float | None: ...
 
     @property
     def tokens(self) -> int: ...
 
     @property
     def skipped(self) -> bool: ...
+
+    @property
+    def faulty_rank(self) -> int | None: ...
 
 
 class Trainable(Protocol):
@@ -38,6 +44,8 @@ class Trainable(Protocol):
     def loaded(self) -> None: ...
 
     def drain(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Samples(Protocol):

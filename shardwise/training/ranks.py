@@ -12,7 +12,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class RanksFailed(RuntimeError):
+class RanksFailed(ValueError):
     """Work that all ranks did together failed on some; `reasons` says on which and why, and every rank raises it."""
 
     def __init__(self, reasons: dict[int, str], num_ranks: int) -> None:

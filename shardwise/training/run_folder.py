@@ -86,6 +86,7 @@ class RunFolder:
         except BlockingIOError:
             self._lock.seek(0)
             owner = self._lock.read().strip() or "another job"
+            self.release()
             raise self._problem(f"is in use by {owner}", "stop that job or choose another folder") from None
         except OSError:
             return  # a file system without locks
@@ -129,7 +130,7 @@ class RunFolder:
             RunError: the folder cannot be written.
         """
         changes = self._changes(settings)
-        number = sum(1 for _ in self.starts.open()) if self.starts.exists() else 0
+        number = self.starts.read_text().count("\n") if self.starts.exists() else 0
         git, difference = git_state()
         try:
             self.config.write_text(toml.write(settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from shardwise.training.checkpoints import Checkpoints, facts_of, find
 from shardwise.training.config import CheckpointConfig, LogConfig, TrainConfig
 from shardwise.training.display import Display, Row
 from shardwise.training.evaluation import Evaluation, HeldOut
-from shardwise.training.faults import JobStopped, nonfinite_origin, require_agreement
+from shardwise.training.faults import JobStopped, require_agreement
 from shardwise.training.metrics import Metrics
 from shardwise.training.progress import Outcome, Progress, Timing
 from shardwise.training.protocols import Samples, StepMetrics, Trainable
@@ -47,6 +47,7 @@ class Trainer:
         prefetch: batches to read ahead.
         settings: the whole configuration by section, to be recorded, and compared between ranks.
         facts: subject -> name -> value that all ranks must hold alike.
+        on_start: called on rank 0 once the run folder is there, to leave in it what belongs to the run.
         stop_signals: ask to stop after the step.
     """
 
@@ -67,6 +68,7 @@ class Trainer:
         prefetch: int = 2,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         facts: Mapping[str, Mapping[str, object]] | None = None,
+        on_start: Callable[[RunFolder], None] | None = None,
         stop_signals: Iterable[signal.Signals] = STOP,
     ) -> None:
         self.parallel = parallel
@@ -90,7 +92,8 @@ class Trainer:
         self.evaluation: Evaluation | None = None
         self.display = Display(self.train.steps, shown=self.ranks.rank == 0)
         self.signals = StopSignals(stop_signals)
-        self._facts = {"config": flattened(self.settings), **(facts or {})}
+        self._facts = dict(facts or {})
+        self._on_start = on_start
         self._flag = Flag(self.ranks)
         self._checkpoints = Checkpoints(
             self.folder.checkpoints, self.checkpoint, self.ranks, Ranks.world(self.train.timeout), self.display.warn
@@ -100,6 +103,7 @@ class Trainer:
         self._timing = Timing()
         self._peak = 0.0
         self._loss: float | None = None
+        self._unread: list[tuple[int, StepMetrics]] = []
         self._skips = 0
 
     def fit(self) -> Outcome:
@@ -109,7 +113,7 @@ class Trainer:
             JobStopped: the loss is not finite, or the ranks do not hold the same.
             ValueError: the run folder cannot be used so, or a checkpoint does not fit or cannot be written.
         """
-        require_agreement(self.ranks, self._facts)
+        require_agreement(self.ranks, {"config": flattened(self.settings), **self._facts})
         self.ranks.first(self.folder.create)
         try:
             with self.signals, self.display:
@@ -140,15 +144,25 @@ class Trainer:
                 self._take_parameters(Path(self.checkpoint.initial))
         step = self.progress.step
         start = {"step": step, "seed": self.train.seed, "ranks": self.ranks.size, "device": str(self.device)}
-        self.ranks.first(lambda: self.folder.record(self.settings, start))
+        self.ranks.first(lambda: self._leave_in_folder(start))
         if self.ranks.rank == 0:
             self._metrics = Metrics(self.folder, self.log, step, self.settings, self.display.warn)
         if self.flops_per_target and step < self.train.steps:
             peak = 1e12 * self.log.peak_tflops * self.ranks.size
             self._peak = peak or measured_peak(self.device, self.dtype, self.ranks)
 
+    def _leave_in_folder(self, start: Mapping[str, Any]) -> None:
+        self.folder.record(self.settings, start)
+        if self._on_start is not None:
+            self._on_start(self.folder)
+
     def _restore(self, path: Path) -> None:
         facts = facts_of(path)
+        for subject, values in self._facts.items():
+            if values != facts["facts"].get(subject, values):
+                raise ValueError(
+                    f"the {subject} is not what {path} was trained on; start a new run with another train.run"
+                )
         rng: dict[str, torch.Tensor] = {}
         if facts["ranks"] == self.ranks.size:
             there = storage.metadata_of(path).state_dict_metadata
@@ -179,9 +193,8 @@ class Trainer:
                 self._timeline.before(progress.step)
                 lr = learning_rate(progress.updates, train, self.lr)
                 start = time.perf_counter()
-                batch = next(batches)
-                metrics = self.parallel.step(batch, lr=lr)
-                self._count(metrics, batch, time.perf_counter() - start)
+                metrics = self.parallel.step(next(batches), lr=lr)
+                self._count(metrics, time.perf_counter() - start)
                 if progress.step % self.log.every == 0:
                     self._write_row(metrics, lr)
                 stop = self._flag.poll(self._stop_wanted())
@@ -201,41 +214,49 @@ class Trainer:
         failed = self._checkpoints.failure is not None and self.checkpoint.on_failure == "stop"
         return failed or self.signals.received is not None
 
-    def _count(self, metrics: StepMetrics, batch: Any, seconds: float) -> None:
+    def _count(self, metrics: StepMetrics, seconds: float) -> None:
         progress, timing = self.progress, self._timing
         progress.step += 1
         progress.samples += self.samples.batch_size
         progress.updates += not metrics.skipped
+        progress.tokens += metrics.tokens
         progress.seconds += seconds
         timing.steps += 1
         timing.tokens += metrics.tokens
         timing.seconds += seconds
-        self._loss = metrics.loss
         self.display.at(progress.step)
-        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.gradient_norm)):
-            self._on_nonfinite(metrics, batch)
-            return
-        self._skips = 0
-        progress.tokens += metrics.tokens
-        progress.row_loss += metrics.loss * metrics.tokens
-        progress.row_tokens += metrics.tokens
+        self._unread.append((progress.step, metrics))
+        self._skips = self._skips + 1 if metrics.skipped else 0
+        if metrics.skipped:
+            self._read_losses()
 
-    def _on_nonfinite(self, metrics: StepMetrics, batch: Any) -> None:
-        self._skips += 1
-        step = self.progress.step
-        self._write("event", {"nonfinite": 1, "loss": metrics.loss, "gradient_norm": metrics.gradient_norm})
-        self.parallel.drain()
-        origin = nonfinite_origin(self.parallel, batch, self.ranks)
-        what = f"step {step}: loss {metrics.loss}, gradient norm {metrics.gradient_norm}, {origin}"
+    def _read_losses(self) -> None:
+        """Adds up the losses of the steps since it was called last; until then the steps need not wait for them."""
+        unread, self._unread = self._unread, []
+        for step, metrics in unread:
+            self._loss = metrics.loss
+            if metrics.skipped or not math.isfinite(metrics.loss):
+                self._on_nonfinite(step, metrics)
+            else:
+                self.progress.row_loss += metrics.loss * metrics.tokens
+                self.progress.row_tokens += metrics.tokens
+
+    def _on_nonfinite(self, step: int, metrics: StepMetrics) -> None:
+        values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "faulty_rank": metrics.faulty_rank}
+        self._write("event", {"skipped": int(metrics.skipped), **values})
+        what = f"step {step}: the loss is {metrics.loss}, the gradient norm {metrics.gradient_norm}"
+        if metrics.faulty_rank is not None:
+            what += f", first on rank {metrics.faulty_rank}"
         if self.train.on_nonfinite == "stop":
             raise JobStopped(f'{what}; lower optimizer.lr, or set train.on_nonfinite = "skip"')
         if not metrics.skipped:
             raise JobStopped(f"{what}; the update is applied already, so the step cannot be skipped")
         if self._skips > self.train.max_skips:
-            raise JobStopped(f"{what}; these are {self._skips} steps in a row, more than train.max_skips")
+            raise JobStopped(f"{what}; {self._skips} steps in a row were skipped, more than train.max_skips")
         self.display.warn(f"{what}; the step is skipped")
 
     def _write_row(self, metrics: StepMetrics, lr: float) -> None:
+        self._read_losses()
         progress, timing = self.progress, self._timing
         speed = timing.tokens / timing.seconds
         row = Row(
@@ -275,9 +296,15 @@ class Trainer:
         return stop
 
     def _save(self, last: bool = False) -> None:
+        self._read_losses()
         self.parallel.drain()
         state = {**self.parallel.state_dict(), **random_state.capture(self.ranks.rank, self.device)}
-        facts = {"progress": asdict(self.progress), "ranks": self.ranks.size, "settings": self.settings}
+        facts = {
+            "progress": asdict(self.progress),
+            "ranks": self.ranks.size,
+            "settings": self.settings,
+            "facts": self._facts,
+        }
         save = self._checkpoints.save_last if last else self._checkpoints.save
         save(self.progress.step, state, facts)
 

@@ -47,6 +47,7 @@ class StepMetrics:
     gradient_norm: float
     tokens: int
     skipped: bool
+    faulty_rank: int | None = None
 
 
 class FakeParallel:
@@ -75,18 +76,21 @@ class FakeParallel:
         norm = gradient.norm().item()
         loss = (total[-2] / total[-1]).item()
         if not torch.isfinite(total).all():
-            return StepMetrics(loss, norm, int(targets.numel()), True)
+            return StepMetrics(loss, norm, int(total[-1]), True, self._first_with(not torch.isfinite(error).all()))
         self.momentum.mul_(0.9).add_(gradient[self.first : self.last])
-        self.weight[self.first : self.last] -= (lr or 0.1) * self.momentum
+        change = torch.zeros_like(self.weight)
+        change[self.first : self.last] = (lr or 0.1) * self.momentum
         if self.size > 1:
-            parts = [torch.empty(high - low, self.weight.shape[1]) for low, high in self._shares()]
-            dist.all_gather(parts, self.weight[self.first : self.last].contiguous())
-            self.weight.copy_(torch.cat(parts))
+            dist.all_reduce(change)
+        self.weight -= change
         self.steps += 1
         return StepMetrics(loss, norm, int(total[-1]), False)
 
-    def _shares(self) -> Iterator[tuple[int, int]]:
-        return (share(self.weight.shape[0], rank, self.size) for rank in range(self.size))
+    def _first_with(self, mine: bool) -> int | None:
+        flags: list[bool] = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(flags, mine)
+        return flags.index(True) if any(flags) else None
 
     def evaluate(self, batch: tuple[Tensor, Tensor]) -> tuple[float, int]:
         inputs, targets = batch
@@ -104,3 +108,38 @@ class FakeParallel:
 
     def drain(self) -> None:
         pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class FakeSamples:
+    """Sample n is drawn from a generator seeded by n; the last column of a sample's input is its number, scaled down."""
+
+    batch_size: int = 8
+    poison: int = -1  # the sample whose target is nan
+
+    def stream(self, position: int, prefetch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield self.at(position, self.batch_size)
+            position += self.batch_size
+
+    def at(self, position: int, batch: int) -> tuple[Tensor, Tensor]:
+        first, last = (position + part for part in share(batch, *world()))
+        return self.rows(range(first, last))
+
+    def rows(self, numbers: range) -> tuple[Tensor, Tensor]:
+        inputs, targets = torch.zeros(len(numbers), 3), torch.zeros(len(numbers), 5)
+        for row, number in enumerate(numbers):
+            generator = torch.Generator().manual_seed(number)
+            inputs[row] = torch.randn(3, generator=generator)
+            targets[row] = torch.randn(5, generator=generator)
+            if number == self.poison:
+                targets[row] = float("nan")
+        return inputs, targets
+
+    def once(self, num_batches: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Five samples, so the last batch is a partial one."""
+        for position in range(0, 5, 2)[:num_batches]:
+            yield self.at(position, min(2, 5 - position))
