@@ -92,7 +92,7 @@ class DataConfig(BaseModel):
             )
         if self.end_token and self.tokenizer in ("bytes", "bpe"):
             raise ValueError(
-                f"data.end_token is for a tokenizer.json; {self.tokenizer!r} has its own end; remove data.end_token"
+                f"data.end_token is for a tokenizer.json, and {self.tokenizer!r} has an end of its own; remove it"
             )
         if not any(source.startswith(HUGGINGFACE) for source in self.sources):
             for key in ("subset", "split", "revision", "files", "streaming"):

@@ -26,7 +26,7 @@ def main(file: str) -> None:
             counts = np.array([one.size for one in ids], np.int64)
             answer = (np.concatenate(ids).tobytes(), counts.tobytes())
         except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
+            answer = str(error)
         pickle.dump(answer, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
 

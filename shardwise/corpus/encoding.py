@@ -17,7 +17,8 @@ from typing import Self
 
 import numpy as np
 
-from shardwise.corpus.tokenizer import FILE, Tokenizer
+from shardwise.corpus.errors import CorpusError
+from shardwise.corpus.tokenizer import FILE, Tokenizer, cannot_encode
 
 WORKER = Path(__file__).with_name("encode_worker.py")
 Encoded = tuple[np.ndarray, np.ndarray]  # ids uint32 joined, number of ids per text int64
@@ -55,14 +56,14 @@ class Encoder:
             worker.stdin.flush()
             answer = pickle.load(worker.stdout)
         except (OSError, EOFError) as error:
-            raise RuntimeError(
+            raise CorpusError(
                 f"a tokenizing process ended by itself (exit status {worker.poll()}), perhaps for lack of memory; "
                 "lower data.processes"
             ) from error
         finally:
             self._free.put(worker)
         if isinstance(answer, str):
-            raise RuntimeError(f"a tokenizing process failed: {answer}")
+            raise cannot_encode(answer)
         ids, lengths = answer
         return np.frombuffer(ids, np.uint32), np.frombuffer(lengths, np.int64)
 

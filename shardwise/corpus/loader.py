@@ -133,11 +133,12 @@ class Loader:
     def starts(self, positions: np.ndarray) -> np.ndarray:
         """Where in the stream the samples of these positions begin, int64 (N,)."""
         starts = np.empty_like(positions)
+        seed = 0 if self._whole else self.seed
         epochs, samples = np.divmod(positions, self.num_samples)
         for epoch in np.unique(epochs).tolist():
             now = epochs == epoch
-            order = permute(samples[now], self.num_samples, derive(self.seed, epoch))
-            shift = 0 if self._whole or epoch == 0 else derive(self.seed, epoch, 1) % self.tokens.num_tokens
+            order = permute(samples[now], self.num_samples, derive(seed, epoch))
+            shift = 0 if self._whole or epoch == 0 else derive(seed, epoch, 1) % self.tokens.num_tokens
             starts[now] = (order * self.sequence + shift) % self.tokens.num_tokens
         return starts
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from shardwise.corpus import sources as reading
 from shardwise.corpus import tokenizer as tokenizers
+from shardwise.corpus.compression import Compression
 from shardwise.corpus.config import DataConfig
 from shardwise.corpus.encoding import Encoded, Encoder, num_cores
 from shardwise.corpus.errors import CorpusError
 from shardwise.corpus.held_out import Section, assign, choose_bound
-from shardwise.corpus.compression import Compression
 from shardwise.corpus.progress import PrepareProgress, ProgressCallback
 from shardwise.corpus.reading import Meter
 from shardwise.corpus.sources import Source

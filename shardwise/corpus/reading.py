@@ -158,10 +158,11 @@ def _read_file(part: Part, config: DataConfig, meter: Meter) -> Iterator[tuple[P
                     for piece in _line_pieces(line, f"{part.path} line {number}", config, meter):
                         yield piece, raw.tell()
                 return
-            done = 0
-            for text, last in cut(stream.read, config.separator.encode(), config.section or WHOLE):
-                yield Piece(_utf8(text, f"{part.path}", config, done), last), raw.tell()
-                done += len(text)
+            separator = config.separator.encode()
+            offset = stream.tell()
+            for text, last in cut(stream.read, separator, config.section or WHOLE):
+                yield Piece(_utf8(text, f"{part.path}", config, offset), last), raw.tell()
+                offset += len(text) + (len(separator) if last else 0)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CorpusError(f"cannot read {part.path}: {reason}; mend the file or take it out of data.source") from None

@@ -32,7 +32,7 @@ class Tokens:
     """One split: a stream of token ids with document ends.
 
     `num_bytes` counts the UTF-8 text behind the tokens. `compression` holds the bits per byte that gzip and xz make of
-    the held-out text (of its first 16 MiB where it is longer); it is empty for the train split.
+    the held-out text (of its first 8 MiB where it is longer); it is empty for the train split.
     """
 
     name: str
@@ -148,9 +148,8 @@ class Corpus:
         if not held_out.num_tokens:
             return line + ", nothing held out"
         others = ", ".join(f"{name} {bits:.2f}" for name, bits in held_out.compression.items())
-        return line + (
-            f"; held out {held_out.num_tokens:,} tokens in {held_out.num_documents:,} documents (bits per byte: {others})"
-        )
+        line += f"; held out {held_out.num_tokens:,} tokens in {held_out.num_documents:,} documents"
+        return line + f" (bits per byte: {others})"
 
 
 def is_finished(folder: Path) -> bool:

@@ -98,7 +98,10 @@ class Library:
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        encoded = self.inner.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        try:
+            encoded = self.inner.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise cannot_encode(str(error)) from error
         ids = [np.array(one.ids, np.uint32) for one in encoded]
         return np.concatenate(ids) if ids else np.empty(0, np.uint32), _lengths(ids)
 
@@ -159,6 +162,11 @@ def train(texts: Iterable[list[str]], vocabulary: int) -> Tokenizer:
     )
     inner.train_from_iterator(texts, trainer)
     return Library(inner, END)
+
+
+def cannot_encode(reason: str) -> CorpusError:
+    """The error for text that a tokenizer.json refuses, as one without a token for the unknown does."""
+    return CorpusError(f"data.tokenizer cannot encode the text ({reason}); give a {FILE} that covers it, or 'bpe'")
 
 
 def tokenizer_file(config: DataConfig) -> Path:
