@@ -84,13 +84,14 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Schedule:
-    """What `to_json` gave, not checked.
+    """What `to_json` gave, also under the key `schedule` (as `shardwise schedule --out` writes it); not checked.
 
     Raises:
         ScheduleError: a missing field or an unknown action.
     """
     if not isinstance(data, dict):
         raise ScheduleError("a schedule is an object with name, num_stages, num_chunks, num_microbatches and rows")
+    data = data.get("schedule", data)
     if unknown := data.keys() - set(Schedule.__dataclass_fields__):
         raise ScheduleError(f"unknown field {min(unknown)!r}; use {', '.join(Schedule.__dataclass_fields__)}")
     try:

@@ -51,6 +51,7 @@ __all__ = [
     "build",
     "check",
     "drain_rows",
+    "from_file",
     "linear",
     "load",
     "passes",
@@ -112,7 +113,7 @@ def build(
         if number < 1:
             raise ValueError(f"{what} = {number} is too small; use at least 1")
     if name.endswith((".csv", ".json")):
-        return _from_file(name, num_stages, num_microbatches, num_chunks)
+        return from_file(name, num_stages, num_microbatches, num_chunks)
     family = FAMILIES.get(name)
     if family is None:
         near = get_close_matches(name, FAMILIES, 1)
@@ -130,14 +131,20 @@ def build(
     return family.make(num_stages, num_microbatches, num_chunks)
 
 
-def _from_file(path: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """A schedule file whose numbers are those asked for."""
+def from_file(
+    path: str, num_stages: int | None = None, num_microbatches: int | None = None, num_chunks: int | None = None
+) -> Schedule:
+    """The schedule in a .csv or .json file, with the numbers asked for, where any are.
+
+    Raises:
+        ValueError: the file cannot be read, its schedule cannot run, or it is for other numbers.
+    """
     schedule = load(path)
     for what, asked, found in (
         ("pipeline ranks", num_stages, schedule.num_stages),
         ("microbatches", num_microbatches, schedule.num_microbatches),
         ("chunks per rank", num_chunks, schedule.num_chunks),
     ):
-        if asked != found:
+        if asked not in (None, found):
             raise ValueError(f"{path} is a schedule for {found} {what}, not {asked}; ask for {found}")
     return schedule

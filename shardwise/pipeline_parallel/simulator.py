@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from shardwise.pipeline_parallel.actions import Action, Kind, Row, Schedule, passes, unroll
+from shardwise.pipeline_parallel.actions import Action, Kind, Row, Schedule, passes, round_rows, unroll
 from shardwise.pipeline_parallel.clock import Need, Time, run
 from shardwise.pipeline_parallel.timeline import Event, Timeline, stage_seconds
 
@@ -191,6 +191,24 @@ def steady_bubble(schedule: Schedule, costs: Costs | None = None) -> Fraction | 
     """(time per step - ideal) / ideal when steps follow each other without a barrier."""
     ideal = simulate(schedule, costs).ideal
     return _ratio(steady_step(schedule, costs) - ideal, ideal)
+
+
+def steady_timeline(schedule: Schedule, costs: Costs | None = None, unit: str = "") -> Timeline:
+    """One step as it repeats: of a schedule with rounds the events of a later step, numbered as that step numbers them.
+
+    Synchronous schedules repeat as they are.
+    """
+    if schedule.rounds is None:
+        return simulate(schedule, costs, unit=unit).timeline
+    m, step = schedule.num_microbatches, 2 * -(-schedule.num_stages // schedule.num_microbatches) + 1
+    rows = simulate(unroll(schedule, step + 2), costs, unit=unit).timeline
+    first = [sum(len(round_rows(schedule, number)[rank]) for number in range(step)) for rank in range(len(rows.rows))]
+    events = tuple(
+        event._replace(action=event.action._replace(microbatch=event.action.microbatch - step * m), step=step)
+        for rank, row in enumerate(rows.rows)
+        for event in row[first[rank] : first[rank] + len(schedule.rounds[1][rank])]
+    )
+    return replace(rows, events=events).from_zero()
 
 
 class _Links:

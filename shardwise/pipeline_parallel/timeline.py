@@ -80,6 +80,11 @@ class Timeline:
             raise ValueError(f"the timeline has no step {step}; it has {steps[0]} to {steps[-1]}")
         return replace(self, events=events).from_zero()
 
+    def typical_step(self) -> Timeline:
+        """The step whose makespan is the median one, the first start at 0."""
+        steps = sorted((self.of_step(number) for number in {event.step for event in self.events}), key=_makespan)
+        return steps[(len(steps) - 1) // 2]
+
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`; `from_json` reads it."""
         return {
@@ -208,6 +213,10 @@ def stage_seconds(timeline: Timeline, kind: Kind, num_stages: int) -> tuple[floa
         if event.action.kind is kind:
             found[event.stage].append(float(event.end - event.start))
     return tuple(median(found[stage]) if stage in found else None for stage in range(num_stages))
+
+
+def _makespan(timeline: Timeline) -> Time:
+    return timeline.makespan
 
 
 def _covered(row: Iterable[Event]) -> Time:
