@@ -111,9 +111,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
       shardwise train examples/quickstart.toml
 
-      shardwise train examples/quickstart.toml plan.replicate=4 train.steps=1000 train.run=runs/mine
+      shardwise train job.toml plan.replicate=4 train.run=runs/mine
 
-      torchrun --nproc-per-node 8 --no-python shardwise train examples/quickstart.toml plan.replicate=8
+      torchrun --nproc-per-node 8 --no-python shardwise train job.toml
     """
     loaded = _load(config, overrides)
     from shardwise.training import launch
@@ -136,7 +136,7 @@ def prepare(
 
       shardwise prepare examples/quickstart.toml
 
-      shardwise prepare examples/quickstart.toml data.source=texts/ data.vocabulary=32000
+      shardwise prepare job.toml data.source=texts/ data.vocabulary=32000
     """
     loaded = _load(config, overrides)
     from shardwise import corpus
