@@ -138,6 +138,8 @@ def test_part_of_an_evaluation_is_the_same_fair_draw_every_time(corpus: Corpus) 
     stream = corpus.held_out.read(0, corpus.held_out.num_tokens).tolist()
     assert [row for batch in parts[0] for row in batch] != [stream[16 * n : 16 * n + 17] for n in range(6)]
     loader = Loader(corpus, "held_out", 16, 2)
+    passes = [rows(loader.at(loader.num_samples * number, loader.num_samples)) for number in range(2)]
+    assert sorted(passes[0]) == sorted(passes[1])
     assert len(list(loader.once(10**6))) == loader.num_batches
 
 

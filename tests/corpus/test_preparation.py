@@ -67,7 +67,8 @@ def test_the_tokenizer_reads_no_more_than_it_may(tmp_path: Path) -> None:
 
 
 def test_the_tokens_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    write_documents(tmp_path / "data", 80, num_words=1500)
+    data = write_documents(tmp_path / "data", 80, num_words=1500)
+    (data / "end.txt").write_text("text that spells <|endoftext|> does not end")
     made = []
     for processes in (1, 3):
         values = {"tokenizer": "bpe", "vocabulary": 400, "section": 2048}
