@@ -49,7 +49,7 @@ Rows = tuple[Row, ...]
 class Schedule:
     """A pipeline schedule: for every rank the order in which it runs its actions.
 
-    Arguments:
+    Args:
         name: the family's name, for messages and drawings.
         num_stages: p, the number of pipeline ranks.
         num_chunks: v, the model chunks each rank holds; the model has p * v stages in all.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from math import ceil, floor
 
 from shardwise.pipeline_parallel.actions import Action, Kind, Rows, Schedule
+from shardwise.pipeline_parallel.clock import Time
 from shardwise.pipeline_parallel.filling import Eager, Filled, Task, fill
 from shardwise.pipeline_parallel.one_f_one_b import one_f_one_b
 from shardwise.pipeline_parallel.simulator import Costs, Memory, simulate
 from shardwise.pipeline_parallel.zero_bubble import zb_h1, zb_h2
 
-_EFFORT = 800_000  # actions placed in one search, about two seconds
+_EFFORT = 600_000  # actions placed in one search, one or two seconds
 _EAGER: tuple[Eager, ...] = (
     lambda waited, worst: False,
     lambda waited, worst: waited > worst,
@@ -37,9 +37,10 @@ def automatic(
 
     As in the paper every rank runs some forwards ahead, then one backward and one forward in turn, and fills its gaps
     with weight halves: always where one fits, where it does not if the rank has waited the longest so far, and
-    wherever memory asks for it. Searched are the forwards ahead, from several beginnings, one rank at a time.
+    wherever memory asks for it. Searched are the forwards ahead, from several beginnings, one rank at a time. Where a
+    full backward is cheaper than its halves (`Costs.full`), halves that ended up next to each other are joined.
 
-    Arguments:
+    Args:
         num_stages, num_microbatches: p ranks with one stage each, and m.
         costs: per stage; one unit for each pass unless given.
         memory: bytes a microbatch holds per stage; 1 unless given, so that `limit` counts microbatches.
@@ -58,19 +59,27 @@ def automatic(
     task = _task(m, costs, memory, limits, barrier)
     rivals = [one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m)]
     rivals += [replace(rivals[0], rows=found.rows) for found in _search(task)]
-    rivals += [_fuse(schedule, ranks) for schedule in rivals[1:] for ranks in (range(1), range(p))]
-    best: tuple[tuple[Fraction | float, ...], Schedule] | None = None
-    for schedule in rivals:
-        result = simulate(schedule, costs, memory)
-        assert result.peak_bytes is not None
-        if any(peak > most for peak, most in zip(result.peak_bytes, limits, strict=True)):
-            continue
-        score = (result.bubble, result.flush_bubble)
-        score = score[::-1] if barrier else score
-        if best is None or score < best[0]:
-            best = score, schedule
-    assert best is not None, "the rows of the search fit"
-    return replace(best[1], name="auto")
+    scored = [(score, schedule) for schedule in rivals if (score := _score(schedule, costs, memory, limits, barrier))]
+    best, schedule = min(scored, key=lambda pair: pair[0])
+    if costs.full is not None:
+        for rank in range(p):
+            fused = _fuse(schedule, rank)
+            score = _score(fused, costs, memory, limits, barrier)
+            if score and score <= best:
+                best, schedule = score, fused
+    return replace(schedule, name="auto")
+
+
+def _score(
+    schedule: Schedule, costs: Costs, memory: Memory, limits: tuple[int, ...], barrier: bool
+) -> tuple[Time, Time] | None:
+    """The time that counts and the other one; None if the schedule does not fit."""
+    result = simulate(schedule, costs, memory)
+    assert result.peak_bytes is not None
+    if any(peak > most for peak, most in zip(result.peak_bytes, limits, strict=True)):
+        return None
+    own = max(result.span)
+    return (result.makespan, own) if barrier else (own, result.makespan)
 
 
 def _task(m: int, costs: Costs, memory: Memory, limits: tuple[int, ...], barrier: bool) -> Task:
@@ -186,15 +195,12 @@ def _order(ahead: Ahead, m: int) -> Rows:
     return tuple(rows)
 
 
-def _fuse(schedule: Schedule, ranks: range) -> Schedule:
-    """B directly followed by its own W made one BW on some ranks; free on the first, whose gradient nobody awaits."""
-    rows = list(schedule.rows)
-    for rank in ranks:
-        row: list[Action] = []
-        for action in rows[rank]:
-            if action.kind is Kind.W and row and row[-1] == action._replace(kind=Kind.B):
-                row[-1] = action._replace(kind=Kind.BW)
-            else:
-                row.append(action)
-        rows[rank] = tuple(row)
-    return replace(schedule, rows=tuple(rows))
+def _fuse(schedule: Schedule, rank: int) -> Schedule:
+    """B directly followed by its own W made one BW on a rank; free on the first, whose gradient nobody awaits."""
+    row: list[Action] = []
+    for action in schedule.rows[rank]:
+        if action.kind is Kind.W and row and row[-1] == action._replace(kind=Kind.B):
+            row[-1] = action._replace(kind=Kind.BW)
+        else:
+            row.append(action)
+    return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))

@@ -11,6 +11,8 @@ from shardwise.pipeline_parallel.actions import Action, Kind, Row, Schedule, Sch
 from shardwise.pipeline_parallel.clock import run
 from shardwise.pipeline_parallel.transfers import Receive, Send, all_transfers, rendezvous
 
+_KINDS = frozenset(Kind)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -18,7 +20,7 @@ class Report:
 
     Activations are counted in stages of one microbatch: with v chunks per rank, v of them are a rank's share of it.
 
-    Arguments:
+    Args:
         peak_activations: most held at once when each is kept from its forward until its weight backward has run.
         peak_until_input: the same when the input backward already frees them.
         peak_versions: most versions of a chunk's weights held at once.
@@ -147,9 +149,10 @@ def _check_row(schedule: Schedule, rank: int, row: Row) -> None:
     """One rank's row has every pass once, in an order that its own dependencies allow."""
     seen: dict[tuple[Kind, int, int], int] = {}
     for position, action in enumerate(row):
+        if action.kind not in _KINDS:
+            unknown = f"rank {rank} action {position}: unknown kind {action.kind!r}"
+            raise ScheduleError(f"{unknown}; use one of {', '.join(Kind)}")
         where = f"rank {rank} action {position} ({action})"
-        if not isinstance(action.kind, Kind):
-            raise ScheduleError(f"{where}: unknown kind {action.kind!r}; use one of {', '.join(Kind)}")
         if not 0 <= action.chunk < schedule.num_chunks:
             raise ScheduleError(f"{where}: chunk {action.chunk} does not exist, the rank holds {schedule.num_chunks}")
         if not 0 <= action.microbatch < schedule.num_microbatches:

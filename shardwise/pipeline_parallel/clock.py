@@ -65,7 +65,7 @@ def run(
 ) -> list[list[Span]]:
     """Start and end of every action when each rank runs its row in order and waits for what an action needs.
 
-    Arguments:
+    Args:
         rows: the actions of each rank; passes that no action of the rows makes are there from the beginning.
         placement: the global stage of each rank's chunks.
         duration: (rank, action) -> seconds (or any unit).

@@ -11,9 +11,9 @@ def dualpipev(num_stages: int, num_microbatches: int) -> Schedule:
     """Forwards of one chunk beside full backwards of the other; bubble (p - 1)(T_F&B + T_BW - 3 T_W), 2 p + 1 held.
 
     Times and activations are those of one stage, half a rank. The middle of each row is pairs of a forward and a
-    backward that may overlap (F&B in DualPipe); when they run one after the other, and so hand on the forward's result
-    earlier, the bubble is (p - 1)(T_F + T_BW - 2 T_W). Microbatches that the pattern needs beyond m (it starts with
-    2 p) are left out.
+    backward that may overlap (F&B); one after the other they hand on the forward's result earlier, and the bubble is
+    (p - 1)(T_F + T_BW - 2 T_W) if T_F = T_B. Microbatches that the pattern needs beyond m (it starts with 2 p) are left
+    out.
     """
     p = num_stages
     m = max(num_microbatches, 2 * p)

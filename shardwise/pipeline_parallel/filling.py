@@ -17,7 +17,7 @@ longer than the gap instead of waiting."""
 class Task:
     """What to schedule, in plain floats with one entry per rank, each of which holds one stage.
 
-    Arguments:
+    Args:
         num_microbatches: m.
         forward, backward, weight: seconds of F, B and W.
         delay: seconds over the boundary behind each rank.

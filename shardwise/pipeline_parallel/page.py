@@ -22,7 +22,7 @@ def save_page(
 ) -> None:
     """Writes one or several timelines below each other, on one time axis if their units agree.
 
-    Arguments:
+    Args:
         timelines: each is a pane; below each rank stands how many activations it holds.
         title: heading of the page.
         chips: short facts under it.

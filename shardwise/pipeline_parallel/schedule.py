@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from shardwise.pipeline_parallel.actions import (
     Action,
@@ -32,6 +31,7 @@ from shardwise.pipeline_parallel.pipedream import pipedream, pipedream_2bw
 from shardwise.pipeline_parallel.simulator import Costs, Memory
 from shardwise.pipeline_parallel.transfers import Receive, Send, Step, all_transfers, transfers
 from shardwise.pipeline_parallel.zero_bubble import zb_h1, zb_h2, zbv
+from shardwise.problems import nearest
 
 __all__ = [
     "FAMILIES",
@@ -101,7 +101,7 @@ def build(
 ) -> Schedule:
     """The schedule of a family, or of a file, for p stages, m microbatches and v chunks per rank.
 
-    Arguments:
+    Args:
         name: one of `FAMILIES`, or the path of a .csv or .json file (`files`), whose numbers must be those given.
         vertical_sync: of pipedream, use one weight version across stages.
         costs, memory, limit, barrier: of auto, what `automatic` takes.
@@ -116,12 +116,14 @@ def build(
         return from_file(name, num_stages, num_microbatches, num_chunks)
     family = FAMILIES.get(name)
     if family is None:
-        near = get_close_matches(name, FAMILIES, 1)
-        meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(FAMILIES)} or a .csv or .json file"
+        near = nearest(name, FAMILIES)
+        meant = f"did you mean {near}?" if near else f"use one of {', '.join(FAMILIES)} or a .csv or .json file"
         raise ValueError(f"unknown schedule {name!r}; {meant}")
     if num_chunks < family.least_chunks or num_chunks > (family.most_chunks or num_chunks):
-        wanted = "2 or more" if family.most_chunks is None else family.least_chunks
-        raise ValueError(f"{name} has {wanted} chunks per rank, not {num_chunks}; set chunks = {family.least_chunks}")
+        wanted = (
+            "2 or more chunks" if family.most_chunks is None else ("one chunk", "2 chunks")[family.least_chunks - 1]
+        )
+        raise ValueError(f"{name} has {wanted} per rank, not {num_chunks}; set chunks = {family.least_chunks}")
     if vertical_sync and name != "pipedream":
         raise ValueError(f"{name} has no vertical sync; use pipedream or leave it out")
     if vertical_sync:

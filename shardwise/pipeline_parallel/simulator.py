@@ -16,7 +16,7 @@ class Costs:
 
     With integers and fractions the simulation is exact.
 
-    Arguments:
+    Args:
         forward, backward, weight: F, B (the input half) and W of one microbatch, one entry per global stage.
         full: BW of one microbatch per stage; None is B + W.
         update: U of one chunk.
@@ -91,7 +91,7 @@ class Costs:
 class Memory:
     """Bytes that one microbatch holds on each global stage.
 
-    Arguments:
+    Args:
         activation: from its forward until its input backward has run.
         deferred: from its input backward until its weight backward has run; None is the same.
     """
@@ -109,7 +109,7 @@ class Simulation:
     that time. `flush_bubble` counts from the first start to the last end of any rank, as when all ranks meet between
     steps (a global gradient norm); the two differ only for schedules that end later where they begin later.
 
-    Arguments:
+    Args:
         timeline: every action's start and end.
         ideal: the busiest rank's computing time.
         busy, span: per rank computing time and time from first start to last end.
@@ -145,7 +145,7 @@ def simulate(
 ) -> Simulation:
     """Runs a schedule's rows on a clock; every rank waits only for what an action needs, transfers run beside compute.
 
-    Arguments:
+    Args:
         schedule: any valid one (`check`).
         costs: one unit for every F, B and W unless given.
         memory: bytes held, for `Simulation.peak_bytes`.

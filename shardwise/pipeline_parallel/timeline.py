@@ -31,7 +31,7 @@ class Event(NamedTuple):
 class Timeline:
     """The events of all ranks of a pipeline.
 
-    Arguments:
+    Args:
         name: the schedule's name.
         source: "simulated" or "measured".
         unit: of the times, "s" or "" for a simulation in units of its own.
@@ -153,7 +153,7 @@ def load_timeline(path: str | Path) -> Timeline:
 class Comparison:
     """A measured timeline beside the simulated one.
 
-    Arguments:
+    Args:
         makespan: (simulated, measured).
         ratio: measured / simulated makespan.
         waiting: per rank (simulated, measured) share of the makespan in which it does not compute.

@@ -48,7 +48,7 @@ def all_transfers(schedule: Schedule, rows: Rows | None = None) -> tuple[tuple[S
     every pass takes one unit. A send follows the action that makes its data; its receive stands where the receiver is
     at that time, ahead of the action that needs it. Neighbouring stages on one rank need none.
 
-    Arguments:
+    Args:
         schedule: whose placement applies.
         rows: the rows to complete, `schedule.rows` unless given; for a round of an asynchronous schedule (`round_rows`,
             `drain_rows`) what comes from an earlier round is received first and what a later one needs is sent last.
