@@ -240,7 +240,7 @@ class _Reference:
         if total.requires_grad:
             (total / max(1, count)).backward()
         self._update(self.trained)
-        return float(total) / max(1, count)
+        return float(total.detach()) / max(1, count)
 
     def _stale(self, batch: Batch) -> float:
         """Microbatch by microbatch, each with the versions its passes saw."""
@@ -261,7 +261,7 @@ class _Reference:
             for inputs, targets in part:
                 total = self.loss.sum(_call(self.model, inputs), targets)
                 (total / max(1, divisor)).backward()
-                summed += float(total)
+                summed += float(total.detach())
             with torch.no_grad():
                 for name, parameter in self.trained.items():
                     parameter.copy_(newest[name])

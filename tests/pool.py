@@ -30,7 +30,7 @@ def _serve(connection: Connection) -> None:
     while True:
         try:
             task = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         function, args, rank, num_ranks, store_path = task
         try:

@@ -290,22 +290,26 @@ def _fill(spec: Spec, tensors: Sequence[Tensor], training: bool) -> list[Any]:
 def _halves(steps: Sequence[Step]) -> dict[int, Half]:
     """By position, what every backward action of a row does, and whether it is its chunk's last of that half before the next update."""
     found: dict[int, Half] = {}
-    seen: dict[tuple[str, int], bool] = {}  # (half, chunk) -> a later one before the update exists
+    # The halves, by (half, chunk), whose last one before an update in this row has yet to be met, going backwards.
+    open_halves: set[tuple[str, int]] = set()
     for position in range(len(steps) - 1, -1, -1):
         step = steps[position]
         if not isinstance(step, Action) or step.kind is Kind.F:
             continue
+        both = {("backward", step.chunk), ("weights", step.chunk)}
         if step.kind is Kind.U:
-            seen["backward", step.chunk] = seen["weights", step.chunk] = False
+            open_halves |= both
             continue
         backward, weights = step.kind is not Kind.W, step.kind is not Kind.B
         found[position] = Half(
             step.microbatch,
             backward,
             weights,
-            last_backward=backward and not seen.get(("backward", step.chunk), False),
-            last_weights=weights and not seen.get(("weights", step.chunk), False),
+            last_backward=backward and ("backward", step.chunk) in open_halves,
+            last_weights=weights and ("weights", step.chunk) in open_halves,
         )
-        seen["backward", step.chunk] = seen.get(("backward", step.chunk), False) or backward
-        seen["weights", step.chunk] = seen.get(("weights", step.chunk), False) or weights
+        if backward:
+            open_halves.discard(("backward", step.chunk))
+        if weights:
+            open_halves.discard(("weights", step.chunk))
     return found
