@@ -67,7 +67,11 @@ class Fault:
     @property
     def text(self) -> str:
         """What the user should read."""
-        return self.line if self.kind == "told" else f"rank {self.rank} failed:\n{self.traceback.rstrip()}"
+        if self.kind == "told":
+            return self.line
+        if self.kind == "peer":
+            return f"rank {self.rank} lost another rank: {self.line}"
+        return f"rank {self.rank} failed:\n{self.traceback.rstrip()}"
 
 
 def fault_of(error: BaseException, rank: int) -> Fault:
@@ -75,7 +79,10 @@ def fault_of(error: BaseException, rank: int) -> Fault:
     trace = "".join(traceback.format_exception(error))
     kind = _kind(error)
     asked = kind == "told" and isinstance(error, ValueError)
-    return Fault(rank, kind, asked, reason_of(error), trace, time.time_ns())
+    # What the user asked for, or what stopped the job as a whole, is no rank's own.
+    own = kind == "told" and not asked and not isinstance(error, TrainingError)
+    whose = f"rank {rank}: " if own else ""
+    return Fault(rank, kind, asked, whose + reason_of(error), trace, time.time_ns())
 
 
 def _kind(error: BaseException) -> Literal["told", "peer", "bug"]:
@@ -99,10 +106,17 @@ def leave_record(fault: Fault, folder: Path | None) -> None:
     """Writes a fault where torchrun's agent looks for it, and its traceback into the run folder."""
     where = os.environ.get(ERROR_FILE)
     if where:
-        extra = {"py_callstack": fault.traceback, "timestamp": str(fault.time // 1_000_000_000), "fault": asdict(fault)}
+        # The agent compares whole seconds, and takes the earliest for the cause.
+        seconds = fault.time // 1_000_000_000 + (fault.kind == "peer")
+        extra = {"py_callstack": fault.text, "timestamp": str(seconds), "fault": asdict(fault)}
         _write(Path(where), json.dumps({"message": {"message": fault.line, "extraInfo": extra}}))
     if folder is not None and folder.is_dir() and fault.kind != "peer":
         _write(folder / f"error-rank-{fault.rank}.txt", fault.traceback)
+
+
+def agent_reports() -> bool:
+    """Whether an agent of torchrun shows the records of its ranks."""
+    return ERROR_FILE in os.environ
 
 
 def _write(path: Path, text: str) -> None:

@@ -94,7 +94,7 @@ def _as_rank(config: Config, run: Path | None, place: Placement) -> Outcome:
     except Exception as error:
         fault = faults.fault_of(error, place.rank)
         faults.leave_record(fault, run)
-        if not place.launched and place.first_to_fail():
+        if not place.launched and place.first_to_fail() and not (faults.agent_reports() and fault.kind == "bug"):
             print(f"error: {fault.text}", file=sys.stderr)
         _exit(2 if fault.asked else 1)
 

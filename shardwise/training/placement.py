@@ -42,9 +42,10 @@ class Placement:
             return
         wait = timedelta(seconds=timeout)
         self._store, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
-        store = dist.PrefixStore("shardwise", self._store)
+        # The agent keeps its store when it starts the ranks again, and with it what the last ones left there.
+        self._store = dist.PrefixStore(f"shardwise-{self.restart}", self._store)
         backend = "gloo" if device_type == "cpu" else None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=wait)
+        dist.init_process_group(backend, store=self._store, rank=rank, world_size=num_ranks, timeout=wait)
 
     def first_to_fail(self) -> bool:
         """Whether no other rank has asked this before."""

@@ -11,8 +11,8 @@ def learning_rate(update: int, config: TrainConfig, peak: float) -> float:
     """The learning rate of an update.
 
     A linear warm-up to `peak`, then the schedule's fall to `min_lr * peak`, which it would reach at `steps`: no update
-    is wasted on a rate of zero. "wsd" is flat and falls as 1 - sqrt over the last `decay` of the steps (arXiv 2405.18392,
-    section 3); "cosine" is arXiv 1608.03983, equation 5, with one period.
+    is wasted on a rate of zero. "wsd" is flat and falls as 1 - sqrt over the last `decay` of the steps (arXiv
+    2405.18392, section 3); "cosine" is arXiv 1608.03983, equation 5, with one period.
 
     Args:
         update: updates applied so far. A skipped step is no update.

@@ -124,6 +124,9 @@ class Trainer:
                 if not stopped and self.evaluation is None:
                     self._evaluate()
                 self._tell_end(stopped)
+        except JobStopped:
+            self._checkpoints.close()  # all ranks are well: what is being written is worth waiting for
+            raise
         finally:
             self._timeline.close()
             if self._metrics is not None:
@@ -201,14 +204,14 @@ class Trainer:
                 if not stop and train.eval_every and progress.step % train.eval_every == 0:
                     stop = self._evaluate()
                 if stop and progress.step < train.steps:
-                    return True
+                    break
                 if self.checkpoint.every and progress.step % self.checkpoint.every == 0:
                     self._save()
         finally:
-            self._flag.close()
             if isinstance(batches, Generator):
                 batches.close()
-        return False
+        self._flag.close()
+        return progress.step < train.steps
 
     def _stop_wanted(self) -> bool:
         failed = self._checkpoints.failure is not None and self.checkpoint.on_failure == "stop"
@@ -317,9 +320,4 @@ class Trainer:
         if not stopped:
             self.display.line(f"finished {at}; the run is in {self.folder.path}")
             return
-        why = (
-            self.signals.received.name
-            if self.signals.received
-            else self._checkpoints.failure or "another rank's signal"
-        )
-        self.display.line(f"stopped at {at} ({why}); continue with train.run={self.folder.path}")
+        self.display.line(f"stopped at {at}, as asked; it continues with train.run={self.folder.path}")

@@ -76,7 +76,8 @@ class FakeParallel:
         norm = gradient.norm().item()
         loss = (total[-2] / total[-1]).item()
         if not torch.isfinite(total).all():
-            return StepMetrics(loss, norm, int(total[-1]), True, self._first_with(not torch.isfinite(error).all()))
+            mine = not torch.isfinite(error).all()
+            return StepMetrics(loss, norm, int(total[-1]), True, self._first_with(mine))
         self.momentum.mul_(0.9).add_(gradient[self.first : self.last])
         change = torch.zeros_like(self.weight)
         change[self.first : self.last] = (lr or 0.1) * self.momentum
@@ -115,7 +116,7 @@ class FakeParallel:
 
 @dataclass
 class FakeSamples:
-    """Sample n is drawn from a generator seeded by n; the last column of a sample's input is its number, scaled down."""
+    """Sample n is drawn from a generator seeded by n."""
 
     batch_size: int = 8
     poison: int = -1  # the sample whose target is nan

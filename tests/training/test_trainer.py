@@ -128,7 +128,7 @@ def read_in_two_parts(run: str, batch: int) -> list[int]:
 
 
 def test_the_next_sample_after_a_resume_is_exactly_the_next(tmp_path: Path) -> None:
-    """CASES 20: ranks' samples are disjoint, none is read twice or left out, also under another batch and number of ranks."""
+    """CASES 20: ranks' samples are disjoint, none is read twice or left out, also where the batch changes."""
     alone = read_in_two_parts(str(tmp_path / "one"), 8)
     assert alone == list(range(5 * 8))
     ranks = run_ranks(read_in_two_parts, 2, str(tmp_path / "two"), 6)
@@ -241,7 +241,7 @@ def test_a_run_cannot_change_its_model_or_data(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["data.seed", "model.hidden", "train.seed"]
     assert lines[1].startswith("model.hidden: 9 is not 8, which the run in ")
-    trainer(tmp_path, settings={**settings, "data": {"seed": 1, "batch": 4}}, train_steps=3).fit()
+    trainer(tmp_path, settings={**settings, "data": {"seed": 1, "batch": 4}}, facts=facts, train_steps=3).fit()
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, 2]
     assert starts[1]["changes"] == {"data.batch": [8, 4]}
