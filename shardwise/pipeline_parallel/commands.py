@@ -127,8 +127,10 @@ class _Asked:
 
 def _result(asked: _Asked) -> _Result:
     """Builds, checks and simulates what the command line asks for."""
-    if asked.steps < 1 or asked.comm < 0:
-        raise ValueError(f"--steps {asked.steps} and --comm {asked.comm} must be at least 1 and 0")
+    if asked.steps < 1:
+        raise ValueError(f"--steps {asked.steps} is too few; draw at least 1")
+    if asked.comm < 0:
+        raise ValueError(f"--comm {asked.comm:g} is negative; give the time of a transfer")
     recorded = None if asked.measured is None else load_timeline(asked.measured)
     share, latency = _parse_costs(asked.costs or "1,1,1"), _exact(asked.comm)
     plain = _build(asked, share, latency)
