@@ -122,6 +122,46 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def verify(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps to compare.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every comparison as JSON.")] = False,
+    plant: Annotated[
+        str,
+        typer.Option(
+            metavar="FAULT", help="Put a fault into the plan's run, to see it noticed: skip-reduction or stale-weights."
+        ),
+    ] = "",
+) -> None:
+    """Compare a plan with one device: loss, every gradient and every parameter. Exits with 1 on a mismatch.
+
+    Both sides start from the same weights and train on the same random batches, dropout off: the plan on as many processes as it has
+    ranks, in float64 unless plan.precision is a lower one, and the reference in one process with no technique.
+
+    Examples:
+
+      shardwise verify examples/quickstart.toml
+
+      shardwise verify examples/quickstart.toml plan.pipeline=2 plan.schedule=zb-h1 --json
+
+      shardwise verify examples/quickstart.toml --plant skip-reduction
+    """
+    loaded = _load(config, overrides)
+    from rich.console import Console
+
+    from shardwise import verify_command
+
+    report = verify_command.run(verify_command.Request(loaded, steps, plant))
+    if as_json:
+        print(report.to_json())
+    else:
+        verify_command.show(report, Console())
+    if not report.agrees:
+        raise typer.Exit(FAILURE)
+
+
+@app.command()
 def prepare(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -111,7 +111,7 @@ class Parallel:
         self.clip = clip
         self.stage_parameters = assembly.stage_parameters
         self._assembly = assembly
-        self._chunks = assembly.chunks
+        self.chunks = assembly.chunks
         self._runner = assembly.runner
         self._loss = loss
         self._optimizer = optimizer
@@ -167,7 +167,7 @@ class Parallel:
         counts = self._feed(batch, first, training=True)
         state = torch.get_rng_state()
         self._skipped = False
-        self._updates_left = len(self._chunks)
+        self._updates_left = len(self.chunks)
         self._runner.run(self._steps("next" if self._rounds_run else "first"), first)
         torch.set_rng_state(state)
         if self.schedule.asynchronous:
@@ -200,7 +200,7 @@ class Parallel:
         torch.set_rng_state(state)
         self._runner.finish()
         self._rounds_run = 0
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.settle()
 
     @torch.no_grad()
@@ -211,15 +211,15 @@ class Parallel:
             batch: (inputs, targets), this data rank's rows; may have no rows.
         """
         self.drain()
-        modes = [chunk.module.training for chunk in self._chunks]
-        for chunk in self._chunks:
+        modes = [chunk.module.training for chunk in self.chunks]
+        for chunk in self.chunks:
             chunk.module.eval()
         self._feed(batch, 0, training=False)
         self._runner.run(self._steps("evaluate"), 0, training=False)
         self._runner.finish()
         for number in range(self.schedule.num_microbatches):
             self._runner.forget(number)
-        for chunk, mode in zip(self._chunks, modes, strict=True):
+        for chunk, mode in zip(self.chunks, modes, strict=True):
             chunk.module.train(mode)
         totals = torch.zeros(2, dtype=torch.float64)
         if self._runner.losses:
@@ -287,13 +287,13 @@ class Parallel:
         """Apply summed gradients: those of one chunk with an asynchronous schedule, else all of them once the last chunk has come to it."""
         assert self._optimizer is not None
         if self.schedule.asynchronous:
-            chunk = self._chunks[action.chunk]
+            chunk = self.chunks[action.chunk]
             square = chunk.buckets.wait()
             scale = self._scale(square, "data")
             # Every rank makes the same updates, so the last microbatch says how many there have been.
             step = int(self.step_count) + 1
             chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
-            if action.chunk == len(self._chunks) - 1 and not self._skipped:
+            if action.chunk == len(self.chunks) - 1 and not self._skipped:
                 self.step_count += 1
             return
         self._updates_left -= 1
@@ -302,12 +302,12 @@ class Parallel:
         for buckets in self._assembly.shared:
             buckets.last(backward=True, weights=True)
             buckets.flush(overlap=False)
-        units = [*(chunk.buckets for chunk in self._chunks), *self._assembly.shared]
+        units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
         scale = 1.0
         if self.clip is not None:
             scale = self._scale(math.fsum(buckets.wait() for buckets in units), "world")
         step = int(self.step_count) + 1
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if self.clip is None:
                 chunk.buckets.wait()
             chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
@@ -333,7 +333,7 @@ class Parallel:
     # State by name
 
     def _units(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             homes = {entry.name: bucket for bucket, entry in chunk.buckets}
             for entry, value in chunk.values():
                 yield homes[entry.name], entry, value
@@ -358,7 +358,7 @@ class Parallel:
 
     def loaded(self) -> None:
         """Call after tensors of `state_dict()` were overwritten in place."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.settle()
 
     def full_parameters(self) -> dict[str, Tensor]:

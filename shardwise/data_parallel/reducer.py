@@ -1,5 +1,6 @@
 """Sums flat gradients over the data-parallel ranks, one after the other, beside the computation."""
 
+import copy
 import queue
 import threading
 from collections.abc import Callable
@@ -88,6 +89,12 @@ class Reducer:
         pending = Pending()
         self._tasks.put((pending, memory.all_reduce))
         return pending
+
+    def alone(self) -> "Reducer":
+        """A reducer over this rank alone: what a plan computes whose gradients are not summed."""
+        single = copy.copy(self)
+        single.axis = Axis(self.axis.name, 0, 1, (self.axis.ranks[self.axis.rank],))
+        return single
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
