@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 
 from shardwise.pipeline_parallel.actions import Action, Kind, Row, Schedule, ScheduleError, Weights, passes, unroll
-from shardwise.pipeline_parallel.clock import run
 from shardwise.pipeline_parallel.transfers import Receive, Send, all_transfers, rendezvous
 
 _KINDS = frozenset(Kind)
@@ -48,7 +47,6 @@ def check(schedule: Schedule) -> Report:
         _check_rounds(schedule)
     for rank, row in enumerate(schedule.rows):
         _check_row(schedule, rank, row)
-    run(schedule.rows, schedule.placement)
     steps = all_transfers(schedule)
     rendezvous(steps)
     version = versions(schedule)
@@ -235,7 +233,7 @@ def _peak_versions_of_chunk(schedule: Schedule, rank: int, chunk: int, version: 
         else:
             last_use[version[action.microbatch][stage]] = position
     ends = [max(last_use.get(number, 0), _superseded(made, number, len(row))) for number in range(len(made))]
-    return max(_overlaps(zip(made, ends, strict=True)))
+    return _most_at_once(made, ends)
 
 
 def _superseded(made: list[int], number: int, end: int) -> int:
@@ -243,7 +241,13 @@ def _superseded(made: list[int], number: int, end: int) -> int:
     return made[number + 1] - 1 if number + 1 < len(made) else end
 
 
-def _overlaps(spans: Iterable[tuple[int, int]]) -> list[int]:
-    """At each span's first position how many spans (inclusive of both ends) cover it."""
-    spans = list(spans)
-    return [sum(first <= start <= last for first, last in spans) for start, _ in spans]
+def _most_at_once(starts: list[int], ends: list[int]) -> int:
+    """The most spans (inclusive of both ends, in ascending order of their starts) that cover one position."""
+    most = 0
+    alive: list[int] = []
+    for start, end in zip(starts, ends, strict=True):
+        while alive and alive[0] < start:
+            heappop(alive)
+        heappush(alive, end)
+        most = max(most, len(alive))
+    return most

@@ -76,7 +76,10 @@ def schedule(
     steps: Annotated[int, typer.Option(help="Steps to draw one after the other.")] = 1,
     measured: Annotated[
         Path | None,
-        typer.Option(help="A recorded timeline (log.timeline) to put beside; its times are the costs unless given."),
+        typer.Option(
+            help="A recorded timeline (log.timeline) to put beside; unless costs are given its times are the costs, "
+            "also for the search of auto."
+        ),
     ] = None,
     out: Annotated[
         list[Path] | None,
@@ -132,27 +135,30 @@ def _result(asked: _Asked) -> _Result:
     if asked.comm < 0:
         raise ValueError(f"--comm {asked.comm:g} is negative; give the time of a transfer")
     recorded = None if asked.measured is None else load_timeline(asked.measured)
-    share, latency = _parse_costs(asked.costs or "1,1,1"), _exact(asked.comm)
-    plain = _build(asked, share, latency)
-    costs = Costs.per_rank(plain, *share, latency)
-    unit = ""
-    if recorded is not None:
-        unit = recorded.unit
-        if asked.costs is None:
-            costs = Costs.measured(recorded, plain.total_stages, latency)
-        recorded = recorded.typical_step()
+    plain = _build(asked, recorded)
+    costs = _costs(asked, recorded, plain.num_stages, plain.num_chunks)
+    unit = recorded.unit if recorded else ""
+    step = recorded.typical_step() if recorded else None
     full = unroll(plain, asked.steps) if asked.steps > 1 else plain
     return _Result(
         schedule=full,
         report=check(full),
         simulation=simulate(full, costs, unit=unit),
         steady=steady_bubble(plain, costs) if plain.rounds is not None else None,
-        measured=recorded,
-        comparison=compare(steady_timeline(plain, costs, unit), recorded) if recorded else None,
+        measured=step,
+        comparison=compare(steady_timeline(plain, costs, unit), step) if step and asked.name != "auto" else None,
     )
 
 
-def _build(asked: _Asked, share: tuple[Time, Time, Time], latency: Time) -> Schedule:
+def _costs(asked: _Asked, recorded: Timeline | None, p: int, v: int) -> Costs:
+    """The costs asked for, or else those recorded, or else one unit for each pass."""
+    latency = int(asked.comm) if asked.comm.is_integer() else asked.comm
+    if recorded is not None and asked.costs is None:
+        return Costs.measured(recorded, p * v, latency)
+    return Costs.per_rank(p, v, *_parse_costs(asked.costs or "1,1,1"), latency)
+
+
+def _build(asked: _Asked, recorded: Timeline | None) -> Schedule:
     """The schedule by name or from a file."""
     name, p, m = asked.name, asked.stages, asked.microbatches
     for option, given, home in (
@@ -169,14 +175,10 @@ def _build(asked: _Asked, share: tuple[Time, Time, Time], latency: Time) -> Sche
     chunks = asked.chunks
     if chunks is None:
         chunks = FAMILIES[name].least_chunks if name in FAMILIES else 1
-    costs = Costs.uniform(p, *share, latency) if name == "auto" else None
+    costs = _costs(asked, recorded, p, 1) if name == "auto" and p > 0 else None
     return build(
         name, p, m, chunks, vertical_sync=asked.vertical_sync, costs=costs, limit=asked.limit, barrier=asked.barrier
     )
-
-
-def _exact(time: float) -> Time:
-    return int(time) if time.is_integer() else time
 
 
 def _parse_costs(text: str) -> tuple[Time, Time, Time]:

@@ -8,7 +8,7 @@ from shardwise.pipeline_parallel.actions import Action, Kind, Schedule, linear, 
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """1F1B over v chunks per rank: bubble (p - 1) / (v m), a p-th of the microbatches' chunks more in flight.
+    """1F1B over v chunks per rank: bubble (p - 1) / (v m), 1 + (p - 1) / (p v) times the activations of 1F1B.
 
     Microbatches go through a chunk in groups and the groups through all chunks in turn. The original asks for groups of
     exactly p; here m microbatches make groups of p or more as equal as possible, since only a group smaller than p

@@ -46,11 +46,12 @@ class Costs:
         return cls((forward,) * n, (backward,) * n, (weight,) * n, latency=latency)
 
     @classmethod
-    def per_rank(cls, schedule: Schedule, forward: Time, backward: Time, weight: Time, latency: Time = 0) -> Costs:
+    def per_rank(
+        cls, num_stages: int, num_chunks: int, forward: Time, backward: Time, weight: Time, latency: Time = 0
+    ) -> Costs:
         """Every rank's whole share of one microbatch costs this, divided equally over its chunks."""
-        v = schedule.num_chunks
-        f, b, w = (_divide(time, v) for time in (forward, backward, weight))
-        return cls.uniform(schedule.total_stages, f, b, w, latency)
+        f, b, w = (_divide(time, num_chunks) for time in (forward, backward, weight))
+        return cls.uniform(num_stages * num_chunks, f, b, w, latency)
 
     @classmethod
     def measured(cls, timeline: Timeline, total_stages: int, latency: Time = 0) -> Costs:

@@ -106,6 +106,19 @@ def test_a_recording_stands_beside_its_simulation(tmp_path: Path) -> None:
     assert "compare runs of the same schedule" in _refused("gpipe", "-p", "3", "-m", "3", "--measured", path)
 
 
+def test_auto_searches_with_recorded_times(tmp_path: Path) -> None:
+    """Record any schedule, search the best for its times, and give the file to the plan."""
+    path, best = tmp_path / "run.json", tmp_path / "best.json"
+    _run("zb-h1", "-p", "4", "-m", "12", "--costs", "3,4,2", "--out", path)
+    recorded = json.loads(path.read_text())
+    path.write_text(json.dumps(recorded["timeline"] | {"source": "measured"}))
+    _run("auto", "-p", "4", "-m", "12", "--limit", "8", "--measured", path, "--out", best)
+    found = json.loads(best.read_text())
+    assert found["ideal"] == 12 * 9
+    assert found["bubble"] < recorded["bubble"]
+    assert build(str(best), 4, 12).name == "auto"
+
+
 def test_a_recorded_asynchronous_step_is_compared_in_steady_state(tmp_path: Path) -> None:
     from shardwise.pipeline_parallel.simulator import steady_timeline
 

@@ -26,7 +26,7 @@ times = st.integers(1, 9)
 
 def _idle(schedule: Schedule, forward: int, backward: int, weight: int) -> Fraction | float:
     """Idle time of the rank that waits most, with the costs of one whole rank."""
-    result = simulate(schedule, Costs.per_rank(schedule, forward, backward, weight))
+    result = simulate(schedule, Costs.per_rank(schedule.num_stages, schedule.num_chunks, forward, backward, weight))
     assert result.ideal == schedule.num_microbatches * (forward + backward + weight)
     return max(result.span) - result.ideal
 
@@ -47,7 +47,7 @@ def test_flushed_bubble(name: str, p: int, m: int, f: int, b: int, w: int) -> No
 def test_interleaved_bubble_and_memory(p: int, m: int, v: int, f: int, b: int, w: int) -> None:
     """(p - 1) / (v m) for every m >= p, also one that p does not divide; p (1 + (p - 1) / (p v)) held if it does."""
     schedule = build("interleaved", p, m, v)
-    result = simulate(schedule, Costs.per_rank(schedule, f, b, w))
+    result = simulate(schedule, Costs.per_rank(p, v, f, b, w))
     if m >= p:
         assert result.bubble == Fraction(p - 1, v * m)
     else:  # each chunk's forward must have crossed all ranks before the next one's can begin
@@ -132,7 +132,7 @@ TABLE_5 = {
 def test_zero_bubble_table_5(model: str, name: str) -> None:
     p, m, layers, costs = PROFILED[model]
     schedule = build(name, p, m, layers if name == "interleaved" else 1)
-    rate = simulate(schedule, Costs.per_rank(schedule, *costs)).bubble_rate
+    rate = simulate(schedule, Costs.per_rank(p, schedule.num_chunks, *costs)).bubble_rate
     assert rate == pytest.approx(TABLE_5[model][name], abs=0.01 if name == "interleaved" else 0.0001)
 
 
