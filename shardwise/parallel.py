@@ -368,8 +368,10 @@ class Parallel:
         return self._gather(mine)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Every trained parameter's summed (and clipped) gradient of the last update, whole, on every rank."""
-        return self._gather({entry.name: bucket.view(bucket.gradient, entry) for bucket, entry, _ in self._units()})
+        """Every trained parameter's summed gradient of the last update, before clipping, whole, on every rank."""
+        return self._gather(
+            {entry.name: bucket.view(bucket.gradient, entry) / bucket.scale for bucket, entry, _ in self._units()}
+        )
 
     def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         axis = self.mesh.axis("pipeline")

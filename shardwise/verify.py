@@ -37,7 +37,7 @@ class Difference:
     """One comparison: the largest absolute difference over the reference's largest value."""
 
     step: int
-    kind: str  # "loss", "gradient", "parameter" or "replicas"
+    kind: str  # "loss", "norm" (of all gradients), "gradient", "parameter" or "replicas"
     name: str
     error: float
 
@@ -83,11 +83,14 @@ class Report:
         first = self.first
         if first.kind == "replicas":
             return f"step {first.step}: the copies of parameter {first.name!r} differ between ranks"
-        what = "the loss" if first.kind == "loss" else f"{first.kind} {first.name!r}"
-        wrong = sum(not d.error <= self.tolerance for d in self.differences)
+        wrong = [d for d in self.differences if not d.error <= self.tolerance]
+        named = next((d for d in wrong if d.name), first)
+        text = f"step {named.step}: {named.kind} {named.name!r}" if named.name else f"step {first.step}: the {first.kind}"
+        worst = max((d for d in wrong if d.kind == named.kind), key=lambda d: d.error)
+        most = f", {worst.name!r} most, by {worst.error:.1e}" if worst.name != named.name else ""
         return (
-            f"step {first.step}: {what} differs first, by {first.error:.1e} relative (allowed {self.tolerance:.0e}); "
-            f"{wrong} of {len(self.differences)} comparisons fail"
+            f"{text} differs first, by {named.error:.1e} relative (allowed {self.tolerance:.0e}){most}; "
+            f"{len(wrong)} of {len(self.differences)} comparisons fail"
         )
 
     def to_json(self) -> str:
@@ -156,7 +159,10 @@ def verify(
         metrics = parallel.step(parallel.share(batch))
         value = metrics.loss
         expected = reference.step(batch) if reference is not None else 0.0
-        report.differences.append(Difference(number, "loss", "", abs(value - expected) / max(abs(expected), 1e-30)))
+        report.differences.append(Difference(number, "loss", "", _relative(value, expected)))
+        if metrics.gradient_norm is not None and not parallel.schedule.asynchronous:
+            norm = reference.norm if reference is not None else 0.0
+            report.differences.append(Difference(number, "norm", "", _relative(metrics.gradient_norm, norm)))
         if number not in drains:
             continue
         parallel.drain()
@@ -177,6 +183,11 @@ def verify(
 def _describe_plan(plan: Plan) -> str:
     changed = plan.diff(Plan())
     return ", ".join(f"{name}={value[0]}" for name, value in changed.items()) or "one device"
+
+
+def _relative(value: float, expected: float) -> float:
+    error = abs(value - expected) / max(abs(expected), 1e-30)
+    return error if error == error else float("inf")
 
 
 def _compare(step: int, kind: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterable[Difference]:
@@ -226,6 +237,7 @@ class _Reference:
         self.number = 0  # microbatches since the pipeline was empty
         self.versions = [self._snapshot()]
         self.last: dict[str, Tensor] = {}
+        self.norm = 0.0
 
     def step(self, batch: Batch) -> float:
         batch = batches.in_precision(batch, torch.float64)
@@ -239,7 +251,7 @@ class _Reference:
         self._zero()
         if total.requires_grad:
             (total / max(1, count)).backward()
-        self._update(self.trained)
+        self._update([list(self.trained.values())])
         return float(total.detach()) / max(1, count)
 
     def _stale(self, batch: Batch) -> float:
@@ -267,9 +279,8 @@ class _Reference:
                     parameter.copy_(newest[name])
             self.number += 1
             if number + 1 == num or self.groups[number + 1] != group:
-                for stage in range(self.schedule.total_stages):
-                    self._clip([p for name, p in self.trained.items() if self.stage_of[name] == stage])
-                self._update({})
+                stages = range(self.schedule.total_stages)
+                self._update([[p for n, p in self.trained.items() if self.stage_of[n] == s] for s in stages])
                 self.versions.append(self._snapshot())
                 if number + 1 < num:
                     self._zero()
@@ -292,18 +303,15 @@ class _Reference:
         for parameter in self.trained.values():
             parameter.grad = torch.zeros_like(parameter)
 
-    def _clip(self, parameters: list[nn.Parameter]) -> None:
-        if self.clip is None or not parameters:
-            return
-        norm = torch.sqrt(sum((p.grad.square().sum() for p in parameters if p.grad is not None), torch.zeros(())))
-        if norm > self.clip:
-            for parameter in parameters:
-                assert parameter.grad is not None
-                parameter.grad.mul_(self.clip / norm)
-
-    def _update(self, together: dict[str, nn.Parameter]) -> None:
-        self._clip(list(together.values()))
+    def _update(self, together: list[list[nn.Parameter]]) -> None:
+        """Clip each list of parameters by its own norm, and apply the optimizer."""
         self.last = {name: p.grad.clone() for name, p in self.trained.items() if p.grad is not None}
+        for parameters in together:
+            found = [p.grad for p in parameters if p.grad is not None]
+            self.norm = float(torch.stack([g.square().sum() for g in found]).sum().sqrt()) if found else 0.0
+            if self.clip is not None and self.norm > self.clip:
+                for gradient in found:
+                    gradient.mul_(self.clip / self.norm)
         self.optimizer.step()
 
     def gradients(self) -> dict[str, Tensor]:

@@ -85,6 +85,7 @@ class Bucket:
             offset = stop
         self.waiting = 0
         self.pending: Pending | None = None
+        self.scale = 1.0  # what the last update multiplied the gradient by
 
     def view(self, flat: Tensor, entry: Entry) -> Tensor:
         """The part of a flat tensor as long as this bucket that belongs to `entry`, in its shape."""
@@ -220,6 +221,7 @@ class Buckets:
         with torch.no_grad():
             for bucket in self.buckets:
                 flat = values(bucket)
+                bucket.scale = scale
                 for run in bucket.runs:
                     if run.stop > run.start:
                         optimizer.update(
