@@ -148,14 +148,15 @@ def cause(deaths: Mapping[int, Death]) -> Fault:
     if own:
         return min(own, key=lambda fault: fault.time)
     # The agent itself ends the other ranks with SIGTERM.
-    killed = {rank: death.exitcode for rank, death in deaths.items() if death.exitcode < 0}
-    for rank, code in sorted(killed.items(), key=lambda item: item[1] == -signal.SIGTERM):
-        if code != -signal.SIGTERM or not faults:
-            return Fault(rank, "told", False, f"rank {rank} was ended by {_signal(-code)}", "", 0)
+    codes = {rank: death.exitcode for rank, death in sorted(deaths.items())}
+    killed = next((rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
+    if killed is not None:
+        return Fault(killed, "told", False, f"rank {killed} was ended by {_signal(-codes[killed])}", "", 0)
     if faults:
         return min(faults, key=lambda fault: fault.time)
-    rank, death = min(deaths.items())
-    return Fault(rank, "told", False, f"rank {rank} ended with exit status {death.exitcode}", "", 0)
+    rank, code = max(codes.items(), key=lambda item: item[1])
+    how = f"was ended by {_signal(-code)}" if code < 0 else f"ended with exit status {code}"
+    return Fault(rank, "told", False, f"rank {rank} {how}", "", 0)
 
 
 def _recorded(death: Death) -> Fault | None:

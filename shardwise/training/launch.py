@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pickle
@@ -11,10 +10,11 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -23,26 +23,26 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.config import Config
 from shardwise.training import faults, generate, job, worker
-from shardwise.training.evaluation import Evaluation
 from shardwise.training.faults import JobFailed
 from shardwise.training.placement import Placement, placed
 from shardwise.training.processes import threads_per_rank
 from shardwise.training.progress import Outcome
 from shardwise.training.run_folder import RunFolder
-from shardwise.training.trainer import Trainer
 
-# Seconds that ranks get, beside `checkpoint.patience`, to end a step and save when they are asked to stop.
+T = TypeVar("T")
+
+# Seconds that ranks get to end a step and save when they are asked to stop, beside what they may wait for the disk.
 GRACE = 600
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the launcher tells its workers."""
+    """What the launcher tells its workers: the work, where rank 0 leaves its result, and where tracebacks go."""
 
-    config: Config
-    run: Path
+    work: Callable[[Placement], Any]
     parent: int
-    outcome: Path
+    result: Path
+    folder: Path | None
 
 
 def train(config: Config, run: Path | None = None) -> Outcome:
@@ -59,41 +59,115 @@ def train(config: Config, run: Path | None = None) -> Outcome:
         TrainingError: the job failed; the text is that of the rank that did.
     """
     place = placed()
-    if place is not None and place.num_ranks > 1:
-        return _as_rank(config, run, place)
-    config.require(num_ranks=config.plan.num_ranks)
-    if config.plan.num_ranks == 1 and config.train.restarts == 0:
-        return _work(config, run, Placement())
-    return _start(config, run or Path(config.train.run or RunFolder.new_path()))
+    joins = place is not None and place.num_ranks > 1
+    if not joins:
+        config.require(num_ranks=config.plan.num_ranks)
+        run = run or Path(config.train.run or RunFolder.new_path())
+        if config.plan.num_ranks == 1 and config.train.restarts == 0:
+            return _train(config, run, Placement())
+    grace = GRACE + int(config.checkpoint.patience)
+    work = partial(_train, config, run)
+    outcome = on_ranks(work, config.plan.num_ranks, restarts=config.train.restarts, grace=grace, folder=run)
+    if outcome is None:
+        assert run is not None
+        return Outcome(run, 0, finished=False)
+    return outcome
 
 
-def _work(config: Config, run: Path | None, place: Placement) -> Outcome:
+def _train(config: Config, run: Path | None, place: Placement) -> Outcome:
+    config.require(num_ranks=place.num_ranks)
     trainer = job.build(config, run, place)
     if place.restart:
         trainer.display.warn(f"the ranks were started again ({place.restart} of {config.train.restarts} times)")
     outcome = trainer.fit()
-    _close(trainer)
+    trainer.parallel.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if outcome.finished and config.log.sample and place.rank == 0:
         generate.show(outcome.run, config.log.prompt, num_tokens=config.log.sample)
     return outcome
 
 
-def _close(trainer: Trainer) -> None:
-    trainer.parallel.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def on_ranks(
+    work: Callable[[Placement], T],
+    num_ranks: int,
+    *,
+    restarts: int = 0,
+    grace: int = GRACE,
+    folder: Path | None = None,
+) -> T | None:
+    """Runs `work(place)` on every rank, in processes that torchrun's agent starts on this machine.
+
+    Under torchrun or Slurm this process is one of the ranks, and runs `work` itself. SIGINT and SIGTERM reach the
+    workers as SIGINT.
+
+    Args:
+        work: picklable; connects its place itself.
+        num_ranks: how many to start.
+        restarts: times they are started again after one has failed.
+        grace: seconds they get after SIGINT.
+        folder: where a rank that fails leaves its traceback, once the folder is there.
+
+    Returns:
+        rank 0's result, or under torchrun or Slurm this rank's; None where a signal ended the work before its result.
+
+    Raises:
+        ValueError: a rank found that something the user asked for cannot be.
+        JobFailed: a rank failed; the text is its own error, told once. Where this process is a rank, it ends instead.
+    """
+    place = placed()
+    if place is not None and place.num_ranks > 1:
+        return _as_rank(work, place, folder)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name, _environment(num_ranks), _signals():
+        order = Order(work, os.getpid(), Path(name) / "result", folder)
+        (Path(name) / "order").write_bytes(pickle.dumps(order))
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id="shardwise",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(name) / "logs")),
+            signals_to_handle="SIGINT",
+            shutdown_timeout=grace,
+        )
+        try:
+            # -P: the folder of the worker's file is no place to import from.
+            elastic_launch(settings, sys.executable)("-P", worker.__file__, str(Path(name) / "order"))
+        except ChildFailedError as error:
+            fault = faults.cause(error.failures)
+            if fault.asked:
+                raise ValueError(fault.line) from None
+            raise JobFailed(fault.text) from None
+        except SignalException:
+            if not order.result.exists():
+                return None
+        result: T = pickle.loads(order.result.read_bytes())
+        return result
 
 
-def _as_rank(config: Config, run: Path | None, place: Placement) -> Outcome:
+def run_rank(order: Order) -> NoReturn:
+    """Runs one rank that `on_ranks` started, to the end of its process."""
+    place = placed()
+    assert place is not None
+    result = _as_rank(order.work, replace(place, launched=True), order.folder)
+    if place.rank == 0:
+        order.result.write_bytes(pickle.dumps(result))
+    _exit(0)
+
+
+def _as_rank(work: Callable[[Placement], T], place: Placement, folder: Path | None) -> T:
     """Runs one rank. After a failure the first to fail tells the user, and each ends without waiting for others."""
     try:
-        config.require(num_ranks=place.num_ranks)
-        return _work(config, run, place)
+        return work(place)
     except KeyboardInterrupt:
-        os._exit(130)
+        _exit(130)
     except Exception as error:
         fault = faults.fault_of(error, place.rank)
-        faults.leave_record(fault, run)
+        faults.leave_record(fault, folder)
         if not place.launched and place.first_to_fail() and not (faults.agent_reports() and fault.kind == "bug"):
             print(f"error: {fault.text}", file=sys.stderr)
         _exit(2 if fault.asked else 1)
@@ -104,57 +178,6 @@ def _exit(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def run_rank(order: Order) -> NoReturn:
-    """Runs one rank that the launcher started, to the end of its process."""
-    place = placed()
-    assert place is not None
-    outcome = _as_rank(order.config, order.run, replace(place, launched=True))
-    if place.rank == 0:
-        facts = {**asdict(outcome), "run": str(outcome.run)}
-        order.outcome.write_text(json.dumps(facts))
-    _exit(0)
-
-
-def _start(config: Config, run: Path) -> Outcome:
-    num_ranks = config.plan.num_ranks
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name, _environment(num_ranks), _signals():
-        folder = Path(name)
-        order = Order(config, run, os.getpid(), folder / "outcome.json")
-        (folder / "order").write_bytes(pickle.dumps(order))
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id="shardwise",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=config.train.restarts,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-            signals_to_handle="SIGINT",
-            shutdown_timeout=GRACE + int(config.checkpoint.patience),
-        )
-        # -P: the folder of the worker's file is no place to import from.
-        command = ("-P", worker.__file__, str(folder / "order"))
-        try:
-            elastic_launch(settings, sys.executable)(*command)
-        except ChildFailedError as error:
-            fault = faults.cause(error.failures)
-            if fault.asked:
-                raise ValueError(fault.line) from None
-            raise JobFailed(fault.text) from None
-        except SignalException:
-            if not order.outcome.exists():
-                return Outcome(run, 0, finished=False)
-        return _read(order.outcome)
-
-
-def _read(path: Path) -> Outcome:
-    facts: dict[str, Any] = json.loads(path.read_text())
-    found = facts["evaluation"]
-    return Outcome(**{**facts, "run": Path(facts["run"]), "evaluation": Evaluation(**found) if found else None})
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ def test_the_cause_is_the_first_error_of_a_rank_s_own() -> None:
     assert faults.cause(deaths).line == "rank 1 was ended by SIGKILL (often: the machine had no memory left)"
     assert faults.cause({0: Death(-signal.SIGTERM), 1: Death(-signal.SIGSEGV)}).line == "rank 1 was ended by SIGSEGV"
     assert faults.cause({0: left("peer", 5, 0), 1: Death(-signal.SIGTERM)}).text == "rank 0 lost another rank: line 0"
-    assert faults.cause({1: Death(3)}).line == "rank 1 ended with exit status 3"
+    assert faults.cause({0: Death(-signal.SIGTERM), 1: Death(3)}).line == "rank 1 ended with exit status 3"
 
 
 def fault_from(error: Exception) -> Fault:
