@@ -20,7 +20,7 @@ from shardwise.layout import share
 from shardwise.loss import Loss
 from shardwise.mesh import Mesh
 from shardwise.optimizers.optimizer import Optimizer
-from shardwise.pipeline_parallel.runner import Microbatch, Runner, Stamp
+from shardwise.pipeline_parallel.runner import Microbatch, Runner
 from shardwise.pipeline_parallel.schedule import (
     Action,
     Kind,
@@ -32,6 +32,7 @@ from shardwise.pipeline_parallel.schedule import (
     unroll,
     versions,
 )
+from shardwise.pipeline_parallel.timeline import Event, Timeline
 from shardwise.plan import Plan
 
 
@@ -125,7 +126,7 @@ class Parallel:
         self._updates_left = 0
         self._group_of = update_groups(schedule)
         self._rows: dict[str, tuple[Step, ...]] = {}
-        self._version_table = version_table(schedule)
+        self._events: list[Event] = []
 
     # Shares of a batch
 
@@ -170,6 +171,7 @@ class Parallel:
         self._updates_left = len(self.chunks)
         self._runner.run(self._steps("next" if self._rounds_run else "first"), first)
         torch.set_rng_state(state)
+        self._note(first)
         if self.schedule.asynchronous:
             self._rounds_run += 1
         else:
@@ -404,14 +406,60 @@ class Parallel:
 
     # The recorded timeline
 
-    def record(self, on: bool = True) -> None:
-        """Begin or stop to note when each action runs."""
-        self._runner.stamps = [] if on else None
+    def measure(self, example: Batch, repeats: int = 3) -> Timeline | None:
+        """Run the schedule's passes without its updates on an example in every microbatch; what ran when, on all ranks. Changes nothing."""
+        num = self.schedule.num_microbatches
+        example = batches.in_precision(batches.to_device(example, self._device), self._dtype)
+        count = self._loss.count(example[1])
+        rows = tuple(tuple(action for action in row if action.kind is not Kind.U) for row in self.schedule.rows)
+        steps = transfers(self.schedule, self._rank, rows)
+        state = torch.get_rng_state()
+        for repeat in range(repeats):
+            if repeat == 1:  # the first run negotiates shapes and warms caches
+                self.record()
+            for number in range(num):
+                signature = (True, *batches.signature(example[0]))
+                self._runner.feed(number, Microbatch(*example, signature, lambda: count))
+            self._runner.run(steps, 0)
+            self._runner.finish()
+            self._note(0)
+        torch.set_rng_state(state)
+        self._runner.losses.clear()
+        for chunk in self.chunks:
+            chunk.buckets.begin()
+        for buckets in self._assembly.shared:
+            buckets.begin()
+        return self.timeline()
 
-    def stamps(self) -> list[Stamp]:
-        """What has been noted since `record` or the last call, on this rank."""
-        found, self._runner.stamps = self._runner.stamps or [], []
-        return found
+    def adopt(self, schedule: Schedule) -> None:
+        """Go on with another synchronous schedule for the same stages and microbatches."""
+        assert schedule.placement == self.schedule.placement and not schedule.asynchronous
+        self.schedule = self._runner.schedule = schedule
+        self._rows.clear()
+
+    def record(self) -> None:
+        """Begin to note when each action runs; `timeline` gives what was noted."""
+        self._events = []
+        self._runner.stamps = []
+
+    def timeline(self) -> Timeline | None:
+        """Stop noting, and put together what the pipeline ranks of the first data rank noted; None if nothing was."""
+        mine = self._events if self.data_rank == 0 and self.mesh.axis("context").rank == self.mesh.axis("tensor").rank == 0 else []
+        self._events, self._runner.stamps = [], None
+        everyone = collectives.all_gather_object(mine, self.mesh.axis("world"))
+        events = tuple(event for part in everyone for event in part)
+        return Timeline(self.schedule.name, "measured", "s", events).from_zero() if events else None
+
+    def _note(self, first: int) -> None:
+        """Take what the runner noted of one step, whose microbatches are numbered from `first`."""
+        stamps = self._runner.stamps
+        if stamps is None:
+            return
+        step = 1 + self._events[-1].step if self._events else 0
+        for action, start, end in stamps:
+            stage = self.schedule.stage(self._rank, action.chunk)
+            self._events.append(Event(self._rank, action._replace(microbatch=action.microbatch - first), stage, start, end, step))
+        stamps.clear()
 
     def close(self) -> None:
         """Stop background threads; the model stays usable, the job does not go on."""

@@ -30,6 +30,7 @@ from shardwise.parallel import Assembly, Parallel, fingerprint, version_table
 from shardwise.pipeline_parallel import schedule as schedules
 from shardwise.pipeline_parallel.runner import Runner
 from shardwise.pipeline_parallel.schedule import Kind, Schedule
+from shardwise.pipeline_parallel.simulator import Costs, Memory
 from shardwise.pipeline_parallel.stages import Part, Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
@@ -201,20 +202,47 @@ def parallelize(
 assembly, plan, mesh, schedule, loss, optimizer, clip=clip, dtype=dtype
     )
     steps_done.append(lambda: int(parallel.step_count))
+    if plan.schedule == "auto" and plan.pipeline > 1:
+        if example is None:
+            raise ValueError('plan.schedule = "auto" measures a microbatch: pass parallelize(..., example=(inputs, targets)), or name a schedule')
+        parallel.adopt(search_schedule(parallel, plan, example, clip))
     return parallel
 
 
 def build_schedule(plan: Plan) -> Schedule:
-    """The schedule a plan names.
+    """The schedule a plan names; for "auto" the one it begins with, until times have been measured.
 
     Raises:
         ValueError: it does not exist for the plan's numbers, or its file does not fit them.
     """
-    schedule = schedules.build(
-        plan.schedule, plan.pipeline, plan.microbatches, plan.chunks, vertical_sync=plan.vertical_sync
-    )
+    name = "zb-h1" if plan.schedule == "auto" else plan.schedule
+    schedule = schedules.build(name, plan.pipeline, plan.microbatches, plan.chunks, vertical_sync=plan.vertical_sync)
     schedules.check(schedule)
     return schedule
+
+
+def search_schedule(parallel: Parallel, plan: Plan, example: Batch, clip: float | None) -> Schedule:
+    """The schedule with the least bubble for this model on these devices: measures F, B and W of every stage on the example, and searches.
+
+    Collective over the job. The ranks meet at every step's end if there is a gradient norm to agree on, which the search takes into account.
+    """
+    timeline = parallel.measure(example)
+    chosen = None
+    if parallel.mesh.rank == 0:
+        assert timeline is not None
+        chosen = schedules.build(
+            "auto",
+            plan.pipeline,
+            plan.microbatches,
+            costs=Costs.measured(timeline, plan.pipeline),
+            memory=Memory((1,) * plan.pipeline),
+            limit=plan.in_flight or None,
+            barrier=clip is not None,
+        )
+        schedules.check(chosen)
+    found = collectives.broadcast_object(chosen, parallel.mesh.axis("world"))
+    assert isinstance(found, Schedule)
+    return found
 
 
 def _stage_modules(

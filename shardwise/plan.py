@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardwise import toml
 from shardwise.pipeline_parallel.schedule import FAMILIES, Family, build
 from shardwise.plan_values import (
+    ASYNCHRONOUS,
     Averaging,
     Cut,
     GradientCompression,
@@ -81,6 +82,8 @@ class Plan(BaseModel):
     """Pieces of the batch that pass through the model one after another; gradients accumulate over them."""
     cut: Cut = "parameters"
     """What is balanced between stages, or the number of layers of each stage in model order."""
+    in_flight: Annotated[int, Field(ge=0)] = 0
+    """With the schedule auto: how many microbatches' activations a rank may hold; 0 allows as many as 1f1b holds."""
     vertical_sync: bool = False
     """PipeDream's vertical sync: a microbatch uses one weight version across all stages."""
     expert: Size = 1
@@ -321,6 +324,25 @@ def _vertical_sync(plan: Plan, job: _Job) -> Iterator[Problem]:
         )
 
 
+def _in_flight(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.in_flight and plan.schedule != "auto":
+        yield Problem(
+            "plan.in_flight",
+            f"{plan.schedule} is not searched for: what it holds is fixed",
+            "set plan.schedule to auto or plan.in_flight to 0",
+        )
+
+
+def _tied_asynchronous(plan: Plan, job: _Job) -> Iterator[Problem]:
+    tied = isinstance(job.model, BaseModel) and getattr(job.model, "ties", getattr(job.model, "tied", False))
+    if tied and plan.pipeline > 1 and plan.schedule in ASYNCHRONOUS:
+        yield Problem(
+            "plan.schedule",
+            f"{plan.schedule} updates each stage at its own time, so the embedding that first and last stage share would differ between them",
+            "set model.tied to false, or plan.schedule to a synchronous one such as 1f1b",
+        )
+
+
 def _stages(plan: Plan, job: _Job) -> Iterator[Problem]:
     num_stages = plan.pipeline * plan.chunks
     asked = f"pipeline {plan.pipeline} x chunks {plan.chunks}" if plan.chunks > 1 else f"pipeline {plan.pipeline}"
@@ -425,6 +447,8 @@ _RULES = (
     _tied,
     _schedule_file,
     _vertical_sync,
+    _in_flight,
+    _tied_asynchronous,
     _stages,
     _expert,
     _averaging,

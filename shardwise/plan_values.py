@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from shardwise.pipeline_parallel.schedule import FAMILIES
 from shardwise.problems import nearest
 
+# These update weights while microbatches are in flight.
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 SCHEDULE_FILES = (".csv", ".json")
 CUTS = ("parameters", "flops", "time", "memory")
 

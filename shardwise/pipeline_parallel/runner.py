@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,9 +66,8 @@ class _Held:
     loss: Tensor | None = None
 
 
-@dataclass
-class Stamp:
-    """When an action ran, in seconds of `time.perf_counter`."""
+class Stamp(NamedTuple):
+    """When an action ran, in seconds of `time.perf_counter`: from when it had all it waited for."""
 
     action: Action
     start: float

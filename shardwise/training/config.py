@@ -82,7 +82,9 @@ class LogConfig(BaseModel):
     """Whether TensorBoard events are written; left out, they are where tensorboard is installed."""
     wandb: str = ""
     """The Weights & Biases project to report to; empty reports nowhere."""
-    timeline: str = ""
+    timeline: bool = False
+    """Whether to record when each pipeline action runs, in timeline/pipeline.json, for `shardwise schedule --measured`."""
+    profile: str = ""
     """Steps to trace with torch.profiler, FIRST:LAST (last excluded); a Chrome trace for each rank in timeline/."""
     peak_tflops: Amount = 0.0
     """What a rank's device can do at most, in TFLOP/s, for model-FLOP utilisation; 0 measures it."""
@@ -91,7 +93,7 @@ class LogConfig(BaseModel):
     prompt: str = ""
     """What the sample starts from."""
 
-    @field_validator("timeline")
+    @field_validator("profile")
     @classmethod
     def _is_range(cls, value: str) -> str:
         if value and not (re.fullmatch(r"\d+:\d+", value) and steps_of(value)):
@@ -99,7 +101,7 @@ class LogConfig(BaseModel):
         return value
 
 
-def steps_of(timeline: str) -> range:
-    """The steps that `log.timeline` names."""
-    first, last = timeline.split(":")
+def steps_of(profile: str) -> range:
+    """The steps that `log.profile` names."""
+    first, last = profile.split(":")
     return range(int(first), int(last))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from shardwise.pipeline_parallel.timeline import Timeline
+
 
 class StepMetrics(Protocol):
     """What a step tells; reading the loss may wait for other ranks, so that is left until it is needed.
@@ -44,6 +46,10 @@ class Trainable(Protocol):
     def loaded(self) -> None: ...
 
     def drain(self) -> None: ...
+
+    def record(self) -> None: ...
+
+    def timeline(self) -> Timeline | None: ...
 
     def close(self) -> None: ...
 

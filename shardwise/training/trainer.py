@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
@@ -19,14 +20,17 @@ from shardwise.training.display import Display, Row
 from shardwise.training.evaluation import Evaluation, HeldOut
 from shardwise.training.faults import JobStopped, require_agreement
 from shardwise.training.metrics import Metrics
+from shardwise.training.profiling import Profiler
 from shardwise.training.progress import Outcome, Progress, Timing
 from shardwise.training.protocols import Samples, StepMetrics, Trainable
 from shardwise.training.ranks import Flag, Ranks
 from shardwise.training.run_folder import RunFolder, flattened
 from shardwise.training.schedules import learning_rate
 from shardwise.training.signals import STOP, StopSignals
-from shardwise.training.timeline import Timeline
 from shardwise.training.utilisation import measured_peak
+
+# Of `log.timeline`: steps before it begins, and how many it covers.
+WARM_UP_STEPS, RECORDED_STEPS = 3, 20
 
 
 class Trainer:
@@ -98,13 +102,14 @@ class Trainer:
         self._checkpoints = Checkpoints(
             self.folder.checkpoints, self.checkpoint, self.ranks, Ranks.world(self.train.timeout), self.display.warn
         )
-        self._timeline = Timeline(self.log.timeline, self.folder.timeline, self.ranks.rank, self.display.warn)
+        self._profiler = Profiler(self.log.profile, self.folder.timeline, self.ranks.rank, self.display.warn)
         self._metrics: Metrics | None = None
         self._timing = Timing()
         self._peak = 0.0
         self._loss: float | None = None
         self._unread: list[tuple[int, StepMetrics]] = []
         self._skips = 0
+        self._recorded: int | None = 0  # steps seen by the timeline; None once it is written
 
     def fit(self) -> Outcome:
         """Trains to the last step, or until a signal asks to stop; either way the state is on disk then.
@@ -128,7 +133,7 @@ class Trainer:
             self._checkpoints.close()  # all ranks are well: what is being written is worth waiting for
             raise
         finally:
-            self._timeline.close()
+            self._profiler.close()
             if self._metrics is not None:
                 self._metrics.close()
             self.folder.release()
@@ -193,7 +198,8 @@ class Trainer:
         batches = self.samples.stream(progress.samples, self.prefetch)
         try:
             while progress.step < train.steps:
-                self._timeline.before(progress.step)
+                self._profiler.before(progress.step)
+                self._record_timeline()
                 lr = learning_rate(progress.updates, train, self.lr)
                 start = time.perf_counter()
                 metrics = self.parallel.step(next(batches), lr=lr)
@@ -210,8 +216,34 @@ class Trainer:
         finally:
             if isinstance(batches, Generator):
                 batches.close()
+        self._write_timeline()
         self._flag.close()
         return progress.step < train.steps
+
+    def _record_timeline(self) -> None:
+        """Notes when actions run, from the step at which shapes are known and caches warm until there are enough; then writes them."""
+        if not self.log.timeline or self._recorded is None:
+            return
+        if self._recorded == WARM_UP_STEPS:
+            self.parallel.record()
+        if self._recorded == WARM_UP_STEPS + RECORDED_STEPS:
+            self._write_timeline()
+            return
+        self._recorded += 1
+
+    def _write_timeline(self) -> None:
+        if not self.log.timeline or self._recorded is None:
+            return
+        self._recorded = None
+        timeline = self.parallel.timeline()
+        if timeline is None:
+            return
+
+        def write() -> None:
+            self.folder.timeline.mkdir(parents=True, exist_ok=True)
+            (self.folder.timeline / "pipeline.json").write_text(json.dumps(timeline.to_json()))
+
+        self.ranks.first(write)
 
     def _stop_wanted(self) -> bool:
         failed = self._checkpoints.failure is not None and self.checkpoint.on_failure == "stop"

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from shardwise.pipeline_parallel.timeline import Timeline
+
 
 def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -106,6 +108,12 @@ class FakeParallel:
 
     def loaded(self) -> None:
         self.loads += 1
+
+    def record(self) -> None:
+        self.recording = True
+
+    def timeline(self) -> Timeline | None:
+        return None
 
     def drain(self) -> None:
         pass

@@ -48,8 +48,8 @@ def test_updates_beyond_the_steps_stay_at_the_end() -> None:
     assert learning_rate(1000, config, 1.0) == pytest.approx(0.5)
 
 
-def test_a_timeline_is_a_range_of_steps() -> None:
-    assert steps_of(LogConfig(timeline="3:5").timeline) == range(3, 5)
+def test_a_profile_is_a_range_of_steps() -> None:
+    assert steps_of(LogConfig(profile="3:5").profile) == range(3, 5)
     for wrong in ("5:3", "3", "a:b", "3:3"):
         with pytest.raises(ValueError, match="is not a range of steps; give FIRST:LAST"):
-            LogConfig(timeline=wrong)
+            LogConfig(profile=wrong)

@@ -353,7 +353,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_the_sinks_that_are_asked_for_are_written(tmp_path: Path) -> None:
-    trainer(tmp_path, log_tensorboard=True, log_timeline="2:3", train_steps=4).fit()
+    trainer(tmp_path, log_tensorboard=True, log_profile="2:3", train_steps=4).fit()
     trace = json.loads((tmp_path / "timeline" / "rank-0.json").read_text())
     assert trace["traceEvents"]
     assert list((tmp_path / "tensorboard").iterdir())

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.training.config import steps_of
 
 
-class Timeline:
-    """Traces the steps that `log.timeline` names.
+class Profiler:
+    """Traces the steps that `log.profile` names.
 
     Args:
         steps: "first:last", or empty to trace nothing.
@@ -48,4 +48,4 @@ class Timeline:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             taken.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
-            self._warn(f"the timeline could not be written to {self._path}: {error}")
+            self._warn(f"the profile could not be written to {self._path}: {error}")
