@@ -1,0 +1,98 @@
+"""The pieces of a global tensor that a rank holds, in the form in which torch.distributed.checkpoint saves and loads them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.layout import Box, Layout, Place
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Boxes of a global tensor of `shape`, each with this rank's values (a view, so that loading in place changes the model).
+
+    A box that several ranks hold is saved once; a rank may load boxes that no rank saved as such.
+    """
+
+    shape: tuple[int, ...]
+    boxes: Sequence[tuple[Box, Tensor]]
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(box.offset)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    _chunk(box), TensorProperties.create_from_tensor(tensor), torch.Size(self.shape)
+                ),
+            )
+            for box, tensor in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box, _ in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box, tensor in self.boxes:
+            if tuple(index.offset or ()) == box.offset:
+                return tensor
+        raise KeyError(index)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+
+
+def ranges(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """The boxes that make up elements `start` to `stop` of a tensor in row-major order, each with its first element's number.
+
+    A matrix gives at most three: the end of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ()), 0
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        index, within = divmod(start, row)
+        if within == 0 and stop - start >= row:
+            rows = (stop - start) // row
+            yield Box((index,) + (0,) * (len(shape) - 1), (rows, *shape[1:])), start
+            start += rows * row
+            continue
+        end = min(stop, (index + 1) * row)
+        for box, first in ranges(shape[1:], within, end - index * row):
+            yield Box((index, *box.offset), (1, *box.shape)), index * row + first
+        start = end
+
+
+def pieces_of(layout: Layout, places: Mapping[str, Place], fragment: Tensor, start: int, stop: int) -> Pieces:
+    """The boxes of the global tensor that elements `start` to `stop` of this rank's local tensor are.
+
+    Args:
+        layout, places: which part of the global tensor the local one is.
+        fragment: (stop - start,), those elements.
+    """
+    local_shape = layout.local_shape(places)
+    found: list[tuple[Box, Tensor]] = []
+    for box, first in ranges(local_shape, start, stop):
+        count = math.prod(box.shape)
+        values = fragment[first - start : first - start + count].view(box.shape)
+        for source, target in layout.pieces(places):
+            low = tuple(max(a, b) for a, b in zip(box.offset, target.offset, strict=True))
+            high = tuple(
+                min(a + n, b + m) for a, n, b, m in zip(box.offset, box.shape, target.offset, target.shape, strict=True)
+            )
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            shape = tuple(b - a for a, b in zip(low, high, strict=True))
+            inside = Box(tuple(a - b for a, b in zip(low, box.offset, strict=True)), shape)
+            where = tuple(s + a - b for s, a, b in zip(source.offset, low, target.offset, strict=True))
+            found.append((Box(where, shape), inside.of(values)))
+    return Pieces(layout.shape, found)
