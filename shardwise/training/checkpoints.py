@@ -17,13 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-
 from shardwise.training import storage
 from shardwise.training.config import CheckpointConfig
 from shardwise.training.ranks import Ranks, RanksFailed
-from shardwise.training.storage import CheckpointError, Staged, State, Writer
+from shardwise.training.storage import CheckpointError, Staged, Stager, State, Writer
 
 FACTS = "state.json"
 FORMAT = 1
@@ -99,7 +96,7 @@ class Checkpoints:
         self._warn = warn if ranks.rank == 0 else lambda line: None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._stager = Stager(ranks, copy=config.asynchronous)
         self._written: int | None = None
 
     def prepare(self) -> None:
@@ -159,7 +156,7 @@ class Checkpoints:
         if self._written == step:
             return
         part = path_of(self.folder, step).with_suffix(".part")
-        staged = storage.stage(state, self._ranks, self._buffers if self.config.asynchronous else None)
+        staged = self._stager.stage(state)
         if self.config.asynchronous:
             self._writing = self._thread.submit(self._write, step, part, staged, facts)
         else:

@@ -110,7 +110,7 @@ def leave_record(fault: Fault, folder: Path | None) -> None:
         seconds = fault.time // 1_000_000_000 + (fault.kind == "peer")
         extra = {"py_callstack": fault.text, "timestamp": str(seconds), "fault": asdict(fault)}
         _write(Path(where), json.dumps({"message": {"message": fault.line, "extraInfo": extra}}))
-    if folder is not None and folder.is_dir() and fault.kind != "peer":
+    if folder is not None and folder.is_dir() and fault.kind == "bug":
         _write(folder / f"error-rank-{fault.rank}.txt", fault.traceback)
 
 

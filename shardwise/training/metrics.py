@@ -18,14 +18,16 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> Iterator[Row]:
-    """The rows of a metrics.jsonl; a last line that was cut short by a crash is left out."""
+    """The rows of a metrics.jsonl; a line that a crash has cut short is left out."""
     if not path.exists():
         return
     with open(path) as file:
         for line in file:
-            if not line.endswith("\n"):
-                return
-            yield json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            yield row
 
 
 class Metrics:

@@ -75,45 +75,61 @@ class Staged:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def stage(state: State, ranks: Ranks, buffers: dict[MetadataIndex, Tensor] | None = None) -> Staged:
-    """Decides which rank writes what, and copies this rank's part to host memory. Collective.
+class Stager:
+    """Decides which rank writes what of a state, and copies this rank's part to host memory.
+
+    The decision and the copies' memory are kept from one checkpoint to the next, since layouts do not change.
 
     Args:
-        state: the state to write.
         ranks: those that write together.
-        buffers: the copies, reused from call to call; None copies nothing, and the state must stay until it is written.
-
-    Raises:
-        CheckpointError: the pieces of the ranks do not make up whole tensors.
+        copy: whether to copy; else the state must stay as it is until it is written.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Every rank makes the same global plan from the same local ones: nothing needs to be sent back.
-    local_plans = ranks.gather(SavePlan(_items(state)))
-    try:
-        plans, metadata = planner.create_global_plan(local_plans)
-    except ValueError as error:
-        raise CheckpointError(f"the ranks' pieces do not make up whole tensors: {error}") from None
-    plan = plans[ranks.rank]
-    tensors = {item.index: _shard(state, item.index) for item in plan.items}
-    if buffers is not None:
-        tensors = _copied(tensors, buffers)
-    return Staged(plan, metadata, tensors)
 
+    def __init__(self, ranks: Ranks, copy: bool) -> None:
+        self._ranks = ranks
+        self._copy = copy
+        self._items: list[WriteItem] | None = None
+        self._planned: tuple[SavePlan, Metadata] | None = None
+        self._buffers: dict[MetadataIndex, Tensor] = {}
 
-def _copied(tensors: dict[MetadataIndex, Tensor], buffers: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-    for index in buffers.keys() - tensors.keys():
-        del buffers[index]
-    on_device = False
-    for index, tensor in tensors.items():
-        held = buffers.get(index)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
-            buffers[index] = held
-        on_device |= tensor.device.type != "cpu"
-        held.copy_(tensor, non_blocking=True)
-    if on_device:
-        torch.accelerator.synchronize()
-    return {index: buffers[index] for index in tensors}
+    def stage(self, state: State) -> Staged:
+        """What this rank writes of a state. Collective.
+
+        Raises:
+            CheckpointError: the pieces of the ranks do not make up whole tensors.
+        """
+        items = _items(state)
+        if not all(self._ranks.gather(items == self._items)):
+            self._planned = self._plan(items)
+            self._items = items
+        assert self._planned is not None
+        plan, metadata = self._planned
+        tensors = {item.index: _shard(state, item.index) for item in plan.items}
+        return Staged(plan, metadata, self._copied(tensors) if self._copy else tensors)
+
+    def _plan(self, items: list[WriteItem]) -> tuple[SavePlan, Metadata]:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Every rank makes the same global plan from the same local ones: nothing needs to be sent back.
+        local_plans = self._ranks.gather(SavePlan(items))
+        try:
+            plans, metadata = planner.create_global_plan(local_plans)
+        except ValueError as error:
+            raise CheckpointError(f"the ranks' pieces do not make up whole tensors: {error}") from None
+        return plans[self._ranks.rank], metadata
+
+    def _copied(self, tensors: dict[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
+        buffers: dict[MetadataIndex, Tensor] = {}
+        on_device = False
+        for index, tensor in tensors.items():
+            held = self._buffers.get(index)
+            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+            on_device |= tensor.device.type != "cpu"
+            buffers[index] = held.copy_(tensor, non_blocking=True)
+        if on_device:
+            torch.accelerator.synchronize()
+        self._buffers = buffers
+        return buffers
 
 
 class _HashingStream:

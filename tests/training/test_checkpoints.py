@@ -125,6 +125,27 @@ def test_a_step_may_change_the_state_while_it_is_written(tmp_path: Path) -> None
     found.close()
 
 
+def save_growing(folder: str) -> None:
+    found = manager(Path(folder), keep=3)
+    state = filled(1).state_dict()
+    for step in (1, 2, 3):
+        if step == 2 and world()[0] == 1:
+            state["model/late"] = torch.arange(6.0).view(2, 3)
+        if step == 3 and world()[0] == 1:
+            state["model/late"] = torch.arange(8.0)
+        found.save(step, state, {})
+    found.close()
+
+
+def test_a_state_may_change_its_shape_between_checkpoints(tmp_path: Path) -> None:
+    run_ranks(save_growing, 2, str(tmp_path))
+    sizes = []
+    for step in (1, 2, 3):
+        held = storage.metadata_of(checkpoints.path_of(tmp_path, step)).state_dict_metadata
+        sizes.append(list(held["model/late"].size) if "model/late" in held else None)
+    assert sizes == [None, [2, 3], [8]]
+
+
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
     found = manager(tmp_path, keep=2, keep_every=20, asynchronous=False)
     for step in range(5, 55, 5):
