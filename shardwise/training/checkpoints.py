@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from shardwise.training import storage
 from shardwise.training.config import CheckpointConfig
+from shardwise.training.display import count
 from shardwise.training.ranks import Ranks, RanksFailed
 from shardwise.training.storage import CheckpointError, Staged, Stager, State, Writer
 
@@ -245,7 +246,7 @@ def _make_room(part: Path, needed: int) -> None:
     part.mkdir(parents=True)
     free = shutil.disk_usage(part).free
     if free < needed:
-        reason = f"{os.strerror(errno.ENOSPC)} ({needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free)"
+        reason = f"{os.strerror(errno.ENOSPC)} ({count(needed)}B are needed, {count(free)}B are free)"
         raise OSError(errno.ENOSPC, reason)
 
 

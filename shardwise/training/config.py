@@ -83,7 +83,7 @@ class LogConfig(BaseModel):
     wandb: str = ""
     """The Weights & Biases project to report to; empty reports nowhere."""
     timeline: bool = False
-    """Whether to record when each pipeline action runs, in timeline/pipeline.json, for `shardwise schedule --measured`."""
+    """Whether to record when pipeline actions run, in timeline/pipeline.json, for shardwise schedule --measured."""
     profile: str = ""
     """Steps to trace with torch.profiler, FIRST:LAST (last excluded); a Chrome trace for each rank in timeline/."""
     peak_tflops: Amount = 0.0

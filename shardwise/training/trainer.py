@@ -29,6 +29,8 @@ from shardwise.training.schedules import learning_rate
 from shardwise.training.signals import STOP, StopSignals
 from shardwise.training.utilisation import measured_peak
 
+# Seconds that ranks wait for the slowest to write its part of a checkpoint; one that has died is noticed at once.
+DAY = 86400.0
 # Of `log.timeline`: steps before it begins, and how many it covers.
 WARM_UP_STEPS, RECORDED_STEPS = 3, 20
 
@@ -100,7 +102,7 @@ class Trainer:
         self._on_start = on_start
         self._flag = Flag(self.ranks)
         self._checkpoints = Checkpoints(
-            self.folder.checkpoints, self.checkpoint, self.ranks, Ranks.world(self.train.timeout), self.display.warn
+            self.folder.checkpoints, self.checkpoint, self.ranks, Ranks.world(DAY), self.display.warn
         )
         self._profiler = Profiler(self.log.profile, self.folder.timeline, self.ranks.rank, self.display.warn)
         self._metrics: Metrics | None = None
@@ -221,7 +223,7 @@ class Trainer:
         return progress.step < train.steps
 
     def _record_timeline(self) -> None:
-        """Notes when actions run, from the step at which shapes are known and caches warm until there are enough; then writes them."""
+        """Notes when actions run, once shapes are known and caches warm, until there are enough; then writes them."""
         if not self.log.timeline or self._recorded is None:
             return
         if self._recorded == WARM_UP_STEPS:

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -280,7 +281,7 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monk
     found.save(1, filled(1).state_dict(), {})
     found.close()
     assert found.failure is not None
-    assert "MB are needed" in found.failure
+    assert "(128B are needed, 2B are free)" in found.failure
     assert os.listdir(tmp_path) == []
 
 
@@ -315,3 +316,24 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     facts.write_text(json.dumps({"format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):
         checkpoints.facts_of(facts.parent)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_the_operating_system_says_reaches_the_user(tmp_path: Path, asynchronous: bool) -> None:
+    """A file that may grow no further: torch's own writer turns that into an error without a reason."""
+    warnings: list[str] = []
+    found = manager(tmp_path, warnings, asynchronous=asynchronous)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        found.save(1, {"model/weight": torch.ones(1_000_000)}, {})
+        found.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(warnings) == 1
+    assert "was not written: " in warnings[0]
+    assert "File too large: " in warnings[0]
+    assert os.listdir(tmp_path) == []
+    found.save(2, {"model/weight": torch.ones(1_000_000)}, {})
+    found.close()
+    assert checkpoints.steps_in(tmp_path) == [2]
