@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,26 @@ def test_prepare_train_and_generate_follow_one_another(run, tmp_path: Path) -> N
     assert first.out.startswith("7 times")
     assert first.out == again.out
     assert first.out != other.out
+
+
+def test_verify_agrees_and_says_so_in_the_exit_status(run) -> None:
+    said = run("verify", QUICKSTART, *SMALL, "--steps", "1")
+    assert said.status == 0
+    assert "agrees with one device" in said.out
+    found = json.loads(run("verify", QUICKSTART, *SMALL, "--steps", "1", "--json").out)
+    assert (found["agrees"], found["steps"]) == (True, 1)
+    assert {difference["kind"] for difference in found["differences"]} >= {"loss", "gradient", "parameter"}
+
+
+def test_verify_names_the_parameter_that_differs(run) -> None:
+    said = run("verify", QUICKSTART, *SMALL, "--steps", "2", "--plant", "stale-weights", "--json")
+    assert said.status == 1
+    found = json.loads(said.out)
+    assert found["first"]["kind"] == "parameter"
+    assert found["first"]["name"].split(".")[0] in ("embedding", "blocks", "head")
+    wrong = run("verify", QUICKSTART, *SMALL, "--plant", "nothing")
+    assert wrong.status == 2
+    assert len(wrong.err.splitlines()) == 1
 
 
 def test_generate_says_what_is_missing(run, tmp_path: Path) -> None:
