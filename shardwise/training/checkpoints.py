@@ -134,6 +134,7 @@ class Checkpoints:
             path = path_of(self.folder, step)
             problem = storage.damage(path, self._ranks)
             if problem is None:
+                self._written = step
                 return path
             before = f"going back to step {steps[position - 1]}" if position else "there is none before it"
             self._warn(f"{problem}; {before}")

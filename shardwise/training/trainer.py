@@ -96,6 +96,7 @@ class Trainer:
         self.folder = RunFolder(self.ranks.broadcast(Path(run or self.train.run or RunFolder.new_path())))
         self.progress = Progress()
         self.evaluation: Evaluation | None = None
+        self._evaluated = 0  # the step it is of
         self.display = Display(self.train.steps, shown=self.ranks.rank == 0)
         self.signals = StopSignals(stop_signals)
         self._facts = dict(facts or {})
@@ -128,8 +129,9 @@ class Trainer:
                 stopped = self._take_steps()
                 self._save(last=True)
                 self._checkpoints.close()
-                if not stopped and self.evaluation is None:
+                if not stopped and self._loss is not None and self._evaluated != self.progress.step:
                     self._evaluate()
+                self._flag.close()
                 self._tell_end(stopped)
         except JobStopped:
             self._checkpoints.close()  # all ranks are well: what is being written is worth waiting for
@@ -219,7 +221,6 @@ class Trainer:
             if isinstance(batches, Generator):
                 batches.close()
         self._write_timeline()
-        self._flag.close()
         return progress.step < train.steps
 
     def _record_timeline(self) -> None:
@@ -325,7 +326,7 @@ class Trainer:
         self.parallel.drain()
         found = evaluation.evaluate(self.parallel, self.held_out, self.train.eval_batches, stopped)
         if found is not None:
-            self.evaluation = found
+            self.evaluation, self._evaluated = found, self.progress.step
             compression = self.held_out.compression
             others = {f"bits_per_byte_{name}": bits for name, bits in compression.items()}
             self._write("eval", {**asdict(found), **others})
@@ -352,6 +353,7 @@ class Trainer:
     def _tell_end(self, stopped: bool) -> None:
         at = f"step {self.progress.step} of {self.train.steps}"
         if not stopped:
-            self.display.line(f"finished {at}; the run is in {self.folder.path}")
+            more = "" if self._loss is not None else "; to train on, raise train.steps"
+            self.display.line(f"finished {at}; the run is in {self.folder.path}{more}")
             return
         self.display.line(f"stopped at {at}, as asked; it continues with train.run={self.folder.path}")

@@ -166,16 +166,18 @@ def poisoned(run: str, **settings: Any) -> tuple[str, int, list[Any]]:
         message = ""
     except JobStopped as error:
         message = str(error)
-    events = [row for row in metrics.read(made.folder.metrics) if row["kind"] == "event"]
+    rows = metrics.read(made.folder.metrics) if made.ranks.rank == 0 else iter(())
+    events = [row for row in rows if row["kind"] == "event"]
     return message, made.progress.updates, events
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_rank_and_step(tmp_path: Path) -> None:
-    for message, updates, events in run_ranks(poisoned, 2, str(tmp_path)):
+    results = run_ranks(poisoned, 2, str(tmp_path))
+    for message, updates, _ in results:
         assert message.startswith("step 4: the loss is nan, the gradient norm nan, first on rank 1; ")
         assert 'set train.on_nonfinite = "skip"' in message
         assert updates == 3
-        assert events[0]["faulty_rank"] == 1
+    assert results[0][2][0]["faulty_rank"] == 1
 
 
 def test_a_skipped_step_does_not_advance_the_schedule(tmp_path: Path) -> None:
@@ -289,16 +291,20 @@ def refuse_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(checkpoints, "_make_room", refuse)
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
-    first = trainer(tmp_path)
-    first.fit()
-    rows = first.folder.metrics.read_text()
-    again = trainer(tmp_path)
-    outcome = again.fit()
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = HeldOut(FakeSamples())
+    first = trainer(tmp_path, held_out=held_out, train_eval_every=8)
+    assert first.fit().evaluation is not None
+    rows = list(metrics.read(first.folder.metrics))
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [8, 12]
+    written = checkpoints.path_of(tmp_path / "checkpoints", 12).stat().st_mtime_ns
+    outcome = trainer(tmp_path, held_out=held_out).fit()
     assert outcome.finished
     assert outcome.loss is None
-    assert first.folder.metrics.read_text() == rows
-    assert checkpoints.steps_in(tmp_path / "checkpoints") == [10, 12]
+    assert list(metrics.read(first.folder.metrics)) == rows
+    assert checkpoints.path_of(tmp_path / "checkpoints", 12).stat().st_mtime_ns == written
+    assert "finished step 12 of 12; the run is in" in (printed := capsys.readouterr().out)
+    assert printed.endswith("to train on, raise train.steps\n")
 
 
 def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
