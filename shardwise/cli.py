@@ -51,7 +51,8 @@ def main() -> NoReturn:
         sys.stdout = None  # the reader has gone: there is nobody to flush to
         status = FAILURE
     except ProblemError as error:
-        _tell(str(error))
+        for problem in error.problems:
+            _tell(str(problem))
         status = MISTAKE
     except FileNotFoundError as error:
         _tell(f"{error.filename}: no such file; give a path that exists")
