@@ -87,6 +87,7 @@ class Assembly:
     runner: Runner
     order: list[str]  # parameter names as the whole model registers them
     stage_parameters: list[list[str]]  # by stage, the names of its parameters
+    local: Callable[[Batch], Batch]  # of a microbatch, the part this context rank computes
 
 
 class Parallel:
@@ -150,7 +151,7 @@ class Parallel:
         """One training step.
 
         Args:
-            batch: (inputs, targets), this data rank's rows of the global batch; the same on all pipeline ranks of a data rank.
+            batch: (inputs, targets), this data rank's rows of the global batch, whole sequences; the same on all ranks of a data rank.
             lr: learning rate of this step; by default the optimizer's.
 
         Returns:
@@ -183,8 +184,8 @@ class Parallel:
         if losses:
             totals[0] = torch.stack(losses).sum().to("cpu", torch.float64)
             totals[1 + self.mesh.rank] = 0.0 if math.isfinite(float(totals[0])) else 1.0
-            # Every tensor and context rank of the last stage has the same loss.
-            totals[0] /= self.mesh.num_ranks / self.mesh.sizes["pipeline"] / self.num_data_ranks
+            # Every tensor rank of the last stage has the same loss; context ranks have parts of it.
+            totals[0] /= self.mesh.sizes["tensor"]
             losses.clear()
         work = None
         if self.mesh.num_ranks > 1:
@@ -228,10 +229,10 @@ class Parallel:
             totals[0] = torch.stack(self._runner.losses).sum().to("cpu", torch.float64)
             self._runner.losses.clear()
         totals[1] = float(self._loss.count(batch[1]))
-        # The last stage alone has a loss; every stage counts the same targets.
-        totals[1] /= self.mesh.sizes["pipeline"]
+        # The last stage alone has a loss, whose parts are on the context ranks; all ranks of a data rank count the same targets.
+        totals[0] /= self.mesh.sizes["tensor"]
+        totals[1] /= self.mesh.num_ranks / self.num_data_ranks
         collectives.all_reduce(totals, self.mesh.axis("world"))
-        totals /= self.mesh.num_ranks / self.mesh.sizes["pipeline"] / self.num_data_ranks
         return float(totals[0]), round(float(totals[1]))
 
     def _feed(self, batch: Batch, first: int, training: bool) -> Callable[[], Tensor]:
@@ -258,7 +259,7 @@ class Parallel:
                 work[0] = None
             return counts
 
-        for number, (inputs, targets) in enumerate(parts):
+        for number, (inputs, targets) in enumerate(map(self._assembly.local, parts)):
             group = self._group_of[number]
             self._runner.feed(
                 first + number,
@@ -291,7 +292,7 @@ class Parallel:
         if self.schedule.asynchronous:
             chunk = self.chunks[action.chunk]
             square = chunk.buckets.wait()
-            scale = self._scale(square, "data")
+            scale = self._scale(square, "gradient")
             # Every rank makes the same updates, so the last microbatch says how many there have been.
             step = int(self.step_count) + 1
             chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
@@ -411,6 +412,7 @@ class Parallel:
         num = self.schedule.num_microbatches
         example = batches.in_precision(batches.to_device(example, self._device), self._dtype)
         count = self._loss.count(example[1])
+        example = self._assembly.local(example)
         rows = tuple(tuple(action for action in row if action.kind is not Kind.U) for row in self.schedule.rows)
         steps = transfers(self.schedule, self._rank, rows)
         state = torch.get_rng_state()

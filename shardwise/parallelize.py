@@ -34,6 +34,7 @@ from shardwise.pipeline_parallel.simulator import Costs, Memory
 from shardwise.pipeline_parallel.stages import Part, Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
+from shardwise.tensor_parallel.context import divide
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -105,6 +106,7 @@ def parallelize(
     rank_of = {stage: schedule.owner(stage)[0] for stage in range(schedule.total_stages)}
     holders = {names[key]: rank_of[numbers[0]] for key, numbers in held_by.items()}
     mine = [stages[stage] for stage in schedule.placement[axis.rank]]
+    context = divide(model, mine, mesh, plan.context_method) if plan.context > 1 else None
     stage_parameters = [[names[id(parameter)] for parameter in stage.parameters()] for stage in stages]
 
     # 2. Layouts and buckets
@@ -126,7 +128,7 @@ def parallelize(
             layout.local_shape(places),
             decay=decays(name, parameter),
             direct=len(own) == 1 and key not in shared and is_direct(own[0][0]),
-            counted=layout.counted_here(places) and (key not in shared or axis.rank == holders[name]),
+            counted=layout.counted_here(places, ("tensor",)) and (key not in shared or axis.rank == holders[name]),
             extra=_tie_key(ranks) if len(ranks) > 1 else "",
         )
 
@@ -164,7 +166,7 @@ def parallelize(
         _attach(module, live, chunk_slots, tape, puts_off)
         own_names = [item.name for _, item in buckets]
         stage = schedule.placement[axis.rank][number]
-        data_rank = mesh.axis("data").rank
+        data_rank = mesh.axis("gradient").rank  # ranks whose positions or rows differ drop different ones
 
         def seeds(microbatch: int, stage: int = stage, data_rank: int = data_rank) -> int:
             return seed_of(seed, "forward", steps_done[0](), data_rank, microbatch, stage)
@@ -197,6 +199,7 @@ def parallelize(
         runner,
         order,
         stage_parameters,
+        context.local if context is not None else (lambda batch: batch),
     )
     parallel = Parallel(
 assembly, plan, mesh, schedule, loss, optimizer, clip=clip, dtype=dtype
@@ -386,13 +389,13 @@ def _tie_reducers(
 
 
 def _refuse_batch_statistics(model: nn.Module, mesh: Mesh) -> None:
-    if mesh.axis("data").size == 1:
+    if mesh.axis("gradient").size == 1:
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
                 f"module {name!r} is a {type(module).__name__}: its statistics would be those of one rank's rows, so no layout could equal one "
-                "device; use GroupNorm or LayerNorm, or plan.replicate = plan.shard = 1"
+                "device; use GroupNorm or LayerNorm, or plan.replicate = plan.shard = plan.context = 1"
             )
 
 

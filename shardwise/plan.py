@@ -33,7 +33,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "zero": (0,),
     "tensor": (1,),
     "sequence": (False,),
-    "context": (1,),
     "expert": (1,),
     "averaging": ("every-step",),
     "recompute": ("none",),
@@ -266,6 +265,29 @@ def _context(plan: Plan, job: _Job) -> Iterator[Problem]:
             f"ulysses gives each rank whole heads, and tensor {plan.tensor} x context {plan.context} ranks do not "
             f"divide {heads} heads",
             "use ring, or sizes that divide model.heads",
+        )
+    if plan.context == 1 or job.model is None:
+        return
+    if not isinstance(job.model, BaseModel):
+        from shardwise.tensor_parallel import context  # with torch, which most uses of a plan do without
+
+        try:
+            context.check(job.model, plan.context_method)
+        except ValueError as error:
+            reason, _, mend = str(error).partition("; ")
+            yield Problem("plan.context", reason, mend)
+        return
+    if job.model.dropout and plan.context_method == "ring":
+        yield Problem(
+            "plan.context_method",
+            f"ring never holds the attention weights, of which model.dropout = {job.model.dropout} would drop some",
+            "set it to ulysses, or model.dropout to 0",
+        )
+    if job.model.rope_scaling.kind == "dynamic":
+        yield Problem(
+            "plan.context",
+            "dynamic rotary scaling turns positions by the length of the whole sequence, which no rank's part shows",
+            "set model.rope_scaling.kind to yarn or llama3, or plan.context to 1",
         )
 
 

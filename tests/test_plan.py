@@ -193,7 +193,6 @@ UNBUILT: list[tuple[str, Any, dict[str, Any]]] = [
     ("zero", 1, {"shard": 2}),
     ("tensor", 2, {}),
     ("sequence", True, {"tensor": 2}),
-    ("context", 2, {}),
     ("expert", 2, {"replicate": 2}),
     ("averaging", "local:4", {"replicate": 2}),
     ("recompute", "full", {}),
@@ -393,7 +392,13 @@ def test_the_config_of_a_model_stands_for_it() -> None:
     assert keys(Plan(tensor=4), model=model) == {"plan.tensor"}
     assert keys(Plan(tensor=2, context=3, context_method="ulysses"), model=model) == set()
     assert keys(Plan(tensor=2, context=2, context_method="ulysses"), model=model) == {"plan.context_method"}
-    assert keys(Plan(context=2, context_method="ulysses"), model=nn.Linear(2, 2)) == set()
+    assert keys(Plan(context=2, context_method="ulysses"), model=ModelConfig(dropout=0.1)) == set()
+    assert keys(Plan(context=2), model=ModelConfig(dropout=0.1)) == {"plan.context_method"}
+    stretched = ModelConfig(family="llama", rope_scaling={"kind": "dynamic", "factor": 2.0, "original_sequence": 8})
+    assert keys(Plan(context=2), model=stretched) == {"plan.context"}
+    (problem,) = Plan(context=2).check(model=nn.Linear(2, 2))
+    assert problem.key == "plan.context"
+    assert "attention_cores" in problem.mend
     assert keys(Plan(context=9), model=ModelConfig(sequence=8)) == {"plan.context"}
 
 

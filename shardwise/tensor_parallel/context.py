@@ -1,0 +1,227 @@
+"""Context parallelism: the sequence of every tensor is divided over the `context` axis, and attention alone looks across.
+
+Each rank runs the whole model on its part of every sequence, with the positions that part has in the whole, and its part of the loss is
+the sum over its own targets. The modules that compute attention are replaced, by ring attention or by Ulysses.
+"""
+
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise import batch as batches
+from shardwise.batch import Batch
+from shardwise.mesh import Mesh
+from shardwise.tensor_parallel.ring import RingAttention
+from shardwise.tensor_parallel.ulysses import UlyssesAttention
+from shardwise.tensor_parallel.zigzag import Spread, Zigzag
+
+# By these names a model takes positions: ours, and Hugging Face's.
+POSITIONS = ("positions", "position_ids")
+# Look across positions, in a way that no one has divided.
+MIXING = (nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Transformer)
+
+
+def attention_cores(model: nn.Module) -> list[str]:
+    """The paths of the modules that compute attention: those that the model's attribute `attention_cores` lists ("*" stands for any one name
+    of a path), else those called `attention.core`.
+
+    Such a module is called as core(q, k, v) or core(q, k, v, documents), q (B, N, S, D), k and v (B, K, S, D), with K dividing N, and returns
+    (B, N, S, D); it has no parameters. Attributes `window`, `scale` and `dropout` say what ring attention has to do.
+
+    Raises:
+        ValueError: there is none, or a listed path does not exist.
+    """
+    paths = [name for name, _ in model.named_modules()]
+    listed: Iterable[str] | None = getattr(model, "attention_cores", None)
+    if listed is None:
+        found = [path for path in paths if path.split(".")[-2:] == ["attention", "core"]]
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} does not say which of its modules compute attention; give it an attribute `attention_cores` with "
+                'their paths, such as ["layers.*.attention.inner"], each called as (q, k, v, documents) and without parameters'
+            )
+        return found
+    found = []
+    for pattern in listed:
+        matches = [path for path in paths if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path)]
+        if not matches:
+            raise ValueError(
+                f"{type(model).__name__}.attention_cores lists {pattern!r}, which is not a submodule; correct the list"
+            )
+        found += matches
+    return found
+
+
+def check(model: nn.Module, method: str) -> None:
+    """Check that a model's sequences can be divided.
+
+    Raises:
+        ValueError: "reason; mend".
+    """
+    cores = attention_cores(model)
+    name = type(model).__name__
+    _positions_name(model)
+    for path in cores:
+        core = model.get_submodule(path)
+        if next(core.parameters(), None) is not None or next(core.buffers(), None) is not None:
+            raise ValueError(
+                f"attention module {path!r} of {name} has parameters or buffers; name the module inside that computes softmax(q k) v alone"
+            )
+        if method == "ring":
+            _check_ring(path, core)
+    inside = tuple(f"{path}." for path in cores)
+    for path, module in model.named_modules():
+        if path in cores or path.startswith(inside):
+            continue
+        if isinstance(module, MIXING):
+            raise ValueError(
+                f"module {path!r} is a {type(module).__name__}, which looks across positions that lie on different ranks; "
+                "set plan.context = 1"
+            )
+        scaling = getattr(getattr(module, "rope", None), "scaling", None)
+        if getattr(scaling, "kind", None) == "dynamic":
+            raise ValueError(
+                f"module {path!r} has dynamic rotary scaling, whose angles depend on the length of the whole sequence, which no rank's "
+                'positions show; use model.rope_scaling kind "yarn" or "llama3", or set plan.context = 1'
+            )
+
+
+def _check_ring(path: str, core: nn.Module) -> None:
+    dropout = getattr(core, "dropout", 0.0)
+    if getattr(dropout, "p", dropout):
+        raise ValueError(
+            f"attention module {path!r} drops attention weights, which ring attention never holds; "
+            'set model.dropout = 0, or plan.context_method = "ulysses"'
+        )
+    if not _is_causal_attention(core):
+        raise ValueError(
+            f"attention module {path!r} does not compute causal softmax attention of its `window` and `scale`, which is what ring attention "
+            'puts in its place; set plan.context_method = "ulysses"'
+        )
+
+
+@torch.no_grad()
+def _is_causal_attention(core: nn.Module) -> bool:
+    """Whether a module computes what ring attention would, tried on a few numbers."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 9, 8, generator=generator)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    window = getattr(core, "window", 0) or 9
+    hidden = (distance < 0) | (distance >= window)
+    scale = getattr(core, "scale", None) or q.shape[-1] ** -0.5
+    expected = ((q @ k.transpose(-1, -2)) * scale).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    try:
+        found = core(q, k, v)
+    except Exception:
+        return False
+    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-4)
+
+
+def _positions_name(model: nn.Module) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    for name in POSITIONS:
+        if name in parameters:
+            return name
+    raise ValueError(
+        f"{type(model).__name__}.forward takes no `positions`, so each rank's part of a sequence would seem to begin at 0; "
+        "give it an argument positions=None, (B, S), or set plan.context = 1"
+    )
+
+
+class Context:
+    """The division of sequences over a mesh's context axis. Made by `divide`."""
+
+    def __init__(self, mesh: Mesh, positions: str) -> None:
+        axis = mesh.axis("context")
+        # A group of its own: attention must not wait behind sums of gradients.
+        self.axis = replace(axis, group=mesh.private_group(axis))
+        self._positions = positions
+        self._spreads: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor of positions
+        self._current: Spread | None = None
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's part of every sequence of a batch (inputs, targets), with positions.
+
+        Args:
+            batch: inputs a dict; every tensor (B, S, ...).
+
+        Raises:
+            ValueError: the inputs are not a dict, or tensors have no sequence or different ones.
+        """
+        inputs, targets = batch
+        if not isinstance(inputs, dict):
+            raise ValueError(
+                f"plan.context adds {self._positions!r} to a model's inputs, which must be a dict of named tensors, not a "
+                f"{type(inputs).__name__}; name them as the model's forward does"
+            )
+        lengths = {tuple(leaf.shape[1:2]) for leaf in batches.tensors(batch)}
+        if len(lengths) != 1 or () in lengths:
+            shapes = {name: tuple(leaf.shape) for name, leaf in inputs.items() if isinstance(leaf, Tensor)}
+            of_targets = [tuple(leaf.shape) for leaf in batches.tensors(targets)]
+            raise ValueError(
+                f"plan.context divides dimension 1 of every tensor of a batch, which must be the sequence; inputs are {shapes} and targets "
+                f"{of_targets}: leave out what has no sequence, or set plan.context = 1"
+            )
+        ((length,),) = lengths
+        zigzag = Zigzag(length, self.axis.size)
+
+        def take(leaf: Any) -> Any:
+            return zigzag.take(leaf, self.axis.rank) if isinstance(leaf, Tensor) else leaf
+
+        divided, targets = torch.utils._pytree.tree_map(take, (inputs, targets))
+        if self._positions not in divided:
+            first = next(iter(batches.tensors(divided)))
+            positions = zigzag.positions(self.axis.rank, first.device)
+            divided[self._positions] = positions.expand(len(first), -1)
+        self._spreads[divided[self._positions]] = Spread(zigzag, inputs.get("documents"))
+        return divided, targets
+
+    def current(self) -> Spread:
+        """How the sequences lie that the model is called with."""
+        assert self._current is not None, "the model was called with a batch that was not divided"
+        return self._current
+
+    def enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Called before a stage, with (received, inputs)."""
+        self._current = self._spreads[arguments[1][self._positions]]
+
+
+def divide(model: nn.Module, stages: Iterable[nn.Module], mesh: Mesh, method: str) -> Context:
+    """Replace the attention modules of this rank's stages. Collective over the job.
+
+    Args:
+        model: the whole model.
+        stages: this rank's stages.
+        mesh: the job's mesh.
+        method: "ring" or "ulysses".
+
+    Returns:
+        what divides batches.
+
+    Raises:
+        ValueError: as `check` does.
+    """
+    try:
+        check(model, method)
+    except ValueError as error:
+        raise ValueError(f"plan.context: {error}") from None
+    context = Context(mesh, _positions_name(model))
+    for path in attention_cores(model):
+        parent, _, name = path.rpartition(".")
+        core = model.get_submodule(path)
+        fresh: nn.Module
+        if method == "ring":
+            window = int(getattr(core, "window", 0) or 0)
+            fresh = RingAttention(context.axis, context.current, window, getattr(core, "scale", None))
+        else:
+            fresh = UlyssesAttention(core, context.axis, context.current)
+        setattr(model.get_submodule(parent), name, fresh)
+    for stage in stages:
+        stage.register_forward_pre_hook(context.enter)
+    return context
