@@ -1,4 +1,5 @@
-"""Batches: (inputs, targets), where inputs are a dict of keyword tensors, a tensor, or a tuple of tensors; dim 0 of all is the row."""
+"""Batches: (inputs, targets), where inputs are a dict of keyword tensors, a tensor, or a tuple of tensors; dim 0 of all
+is the row."""
 
 from typing import Any
 
@@ -43,7 +44,8 @@ def in_precision(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def signature(inputs: Any) -> tuple[Any, ...]:
-    """What the shapes between pipeline stages may depend on: the shapes of a microbatch's inputs, which every rank knows."""
+    """What the shapes between pipeline stages may depend on: the shapes of a microbatch's inputs, which every rank
+    knows."""
     return tuple(tuple(leaf.shape) for leaf in tensors(inputs))
 
 
@@ -55,5 +57,8 @@ def num_rows(batch: Batch) -> int:
     """
     lengths = {leaf.shape[0] for leaf in tensors(batch)}
     if len(lengths) != 1:
-        raise ValueError(f"the tensors of a batch must have the same number of rows (dim 0), not {sorted(lengths)}; correct the batch")
+        raise ValueError(
+            f"the tensors of a batch must have the same number of rows (dim 0), not {sorted(lengths)}; correct the "
+            "batch"
+        )
     return int(lengths.pop())

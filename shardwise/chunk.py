@@ -1,4 +1,5 @@
-"""A rank's chunk of the model: its modules, its buckets, and, where updates overtake microbatches, its weight versions."""
+"""A rank's chunk of the model: its modules, its buckets, and, where updates overtake microbatches, its weight
+versions."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
+from shardwise.data_parallel.buckets import Buckets, Entry
 from shardwise.gradient import Tape, hook
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Half
@@ -103,8 +104,9 @@ class ModelChunk:
     # The engine's side
 
     def update(self, optimizer: Optimizer, lr: float, step: int, scale: float, apply: bool = True) -> None:
-        """Apply the optimizer with the summed gradients, or, if not `apply`, leave the parameters as they are. With an asynchronous schedule
-        this makes a new weight version, in new memory if microbatches in flight need the old one."""
+        """Apply the optimizer with the summed gradients, or, if not `apply`, leave the parameters as they are. With an
+        asynchronous schedule this makes a new weight version, in new memory if microbatches in flight need the old
+        one."""
         version = self._versions[self.current]
         if self._version_of is not None:
             oldest = self._version_of(self._next_microbatch)

@@ -187,7 +187,7 @@ class HostMemory:
 
 def sum_of_squares(tensor: Tensor) -> float:
     """The sum of squares of a flat tensor, added up by blocks as `HostMemory.all_reduce` does."""
-    return math.fsum(float(torch.dot(part, part)) for part in tensor.split(CACHE_ELEMENTS))
+    return math.fsum(float(torch.dot(part, part)) for part in torch.split(tensor, CACHE_ELEMENTS))
 
 
 def agree(axis: Axis, facts: dict[str, str]) -> None:
@@ -197,12 +197,12 @@ def agree(axis: Axis, facts: dict[str, str]) -> None:
         ValueError: on every rank, naming the first fact that differs and the ranks that differ from the first one.
     """
     everyone = all_gather_object(facts, axis)
-    for name in facts:
-        values = [other.get(name) for other in everyone]
-        if len(set(values)) > 1:
-            odd = [axis.ranks[position] for position, value in enumerate(values) if value != values[0]]
+    for name in dict.fromkeys(name for other in everyone for name in other):
+        values = [other.get(name, "none") for other in everyone]
+        odd = [axis.ranks[position] for position, value in enumerate(values) if value != values[0]]
+        if odd:
+            others = f" (and ranks {', '.join(map(str, odd[1:]))} differ as well)" if odd[1:] else ""
             raise ValueError(
-                f"the ranks do not hold the same {name}: rank {axis.ranks[0]} has {values[0]}, "
-                f"rank {odd[0]} has {values[axis.ranks.index(odd[0])]}"
-                + (f" (also ranks {', '.join(map(str, odd[1:]))} differ from rank {axis.ranks[0]})" if odd[1:] else "")
+                f"the ranks do not hold the same {name}: rank {axis.ranks[0]} has {values[0]}, rank {odd[0]} has "
+                f"{values[axis.ranks.index(odd[0])]}{others}; give all ranks the same"
             )

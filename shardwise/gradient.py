@@ -1,17 +1,20 @@
-"""Where gradients land: straight into a bucket's memory, as they are computed, and apart from the input gradients when a schedule asks.
+"""Where gradients land: straight into a bucket's memory, as they are computed, and apart from the input gradients when
+a schedule asks.
 
-A weight gradient of a linear layer or an embedding is written by its own matrix product into the bucket (no copy, no zero fill), now
-or, when a `Tape` is recording, later (the W of a zero-bubble schedule, arXiv 2401.10241). Every other parameter's gradient is
-accumulated by autograd into a view of the bucket.
+A weight gradient of a linear layer or an embedding is written by its own matrix product into the bucket (no copy, no
+zero fill), now or, when a `Tape` is recording, later (the W of a zero-bubble schedule, arXiv 2401.10241). Every other
+parameter's gradient is accumulated by autograd into a view of the bucket.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 
@@ -29,6 +32,9 @@ class Tape:
         else:
             self.record.append(work)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tape":
+        return self  # a copied module still belongs to the same chunk
+
 
 class Slot:
     """The place of one parameter's gradient.
@@ -36,7 +42,8 @@ class Slot:
     Args:
         name: the parameter's name.
         view: the memory, in the parameter's local shape.
-        direct: True if every contribution is written by the module that owns the parameter, so the memory needs no zero fill.
+        direct: True if every contribution is written by the module that owns the parameter, so the memory needs no zero
+            fill.
         on_landing: called after every contribution.
     """
 
@@ -50,6 +57,9 @@ class Slot:
         self.fresh = True  # nothing has been written since the step began
         self.landed = 0  # contributions since the last microbatch's backward began
         self.expected = -1  # contributions a microbatch makes; learnt in the first step
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Slot":
+        return self  # the memory is the engine's, not the module's
 
     def matmul(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right."""
@@ -86,7 +96,8 @@ class Slot:
             self.fresh = False
 
     def complete(self) -> None:
-        """The step's last backward is over: a parameter nothing contributed to has a gradient of zero, not a missing one."""
+        """The step's last backward is over: a parameter nothing contributed to has a gradient of zero, not a missing
+        one."""
         if self.fresh:
             self.view.zero_()
             self.fresh = False
@@ -136,41 +147,66 @@ class _Embedding(torch.autograd.Function):
 
 
 class _Apart(torch.autograd.Function):
-    """Any module without children: its own small graph is kept, so that input and weight gradients are two separate passes over it."""
+    """Any module without children: its own small graph is kept, so that input and weight gradients are two separate
+    passes over it."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: Callable[..., Tensor], slots: list[tuple[nn.Parameter, Slot]], tape: Tape, x: Tensor, *_: Tensor
-    ) -> Tensor:
+        ctx: Any,
+        call: Callable[[Tensor], Any],
+        slots: list[tuple[nn.Parameter, Slot]],
+        tape: Tape,
+        structure: list[Any],
+        x: Tensor,
+        *_: Tensor,
+    ) -> tuple[Any, ...]:
         leaf = x.detach().requires_grad_(x.requires_grad)
         with torch.enable_grad():
-            y = call(leaf)
-        ctx.leaf, ctx.y, ctx.slots, ctx.tape = leaf, y, slots, tape
-        return y.detach()
+            values, tree = tree_flatten(call(leaf))
+        structure.append(tree)
+        ctx.leaf, ctx.values, ctx.slots, ctx.tape = leaf, values, slots, tape
+        ctx.set_materialize_grads(False)
+        found = [v.detach() if isinstance(v, Tensor) else v for v in values]
+        ctx.mark_non_differentiable(
+            *(f for f, v in zip(found, values, strict=True) if isinstance(v, Tensor) and not v.requires_grad)
+        )
+        return tuple(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        leaf, y, slots = ctx.leaf, ctx.y, ctx.slots
-        del ctx.leaf, ctx.y
-        grad_x = torch.autograd.grad(y, leaf, grad, retain_graph=True)[0] if leaf.requires_grad else None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        leaf, slots = ctx.leaf, ctx.slots
+        pairs = [(v, g) for v, g in zip(ctx.values, gradients, strict=True) if g is not None]
+        del ctx.leaf, ctx.values
+        outputs, starts = [v for v, _ in pairs], [g for _, g in pairs]
+        grad_x = None
+        if pairs and leaf.requires_grad:
+            (grad_x,) = torch.autograd.grad(outputs, leaf, starts, retain_graph=True, allow_unused=True)
 
         def land() -> None:
-            found = torch.autograd.grad(y, [parameter for parameter, _ in slots], grad, allow_unused=True)
+            found = torch.autograd.grad(outputs, [parameter for parameter, _ in slots], starts, allow_unused=True)
             for (_, slot), value in zip(slots, found, strict=True):
                 if value is not None:
                     slot.add(value)
 
-        ctx.tape.run(land)
-        return None, None, None, grad_x, *([None] * len(slots))
+        if pairs:
+            ctx.tape.run(land)
+        return None, None, None, None, grad_x, *([None] * len(slots))
 
 
 def is_direct(module: nn.Module) -> bool:
-    """Whether `attach` can make `module` write its own weight gradient: exact types, since a subclass may compute something else."""
+    """Whether `attach` can make `module` write its own weight gradient: exact types with a forward and parameters of
+    their own, since anything else (a subclass, a weight that is computed from other parameters) may compute something
+    else."""
+    if "forward" in module.__dict__ or module._parameters.get("weight") is None:
+        return False
     if type(module) is nn.Linear:
-        return True
+        return module._parameters.keys() == {"weight", "bias"}
     if type(module) is nn.Embedding:
-        return not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None or module.padding_idx is not None)
+        special = (
+            module.sparse or module.scale_grad_by_freq or module.max_norm is not None or module.padding_idx is not None
+        )
+        return module._parameters.keys() == {"weight"} and not special
     return False
 
 
@@ -181,44 +217,51 @@ def can_put_off(module: nn.Module) -> bool:
 
 
 def attach(module: nn.Module, slots: dict[str, Slot], tape: Tape) -> None:
-    """Make `module` (`is_direct`) write the gradients of its parameters into `slots` (by attribute name); the module is changed in place."""
-    if type(module) is nn.Linear:
-        pair = (slots.get("weight"), slots.get("bias"))
+    """Make `module` (`is_direct`) write the gradients of its parameters into `slots` (by attribute name); the module is
+    changed in place."""
+    forward = _linear if type(module) is nn.Linear else _embedding
+    # Bound methods, so that a copy of the module computes with its own weights.
+    module.forward = MethodType(forward, module)
+    module._landing = (slots, tape)  # type: ignore[assignment]
 
-        def linear(input: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
-                return _Linear.apply(input, module.weight, module.bias, pair, tape)  # type: ignore[no-any-return]
-            return F.linear(input, module.weight, module.bias)
 
-        module.forward = linear
-        return
-    slot = slots["weight"]
+def _linear(self: Any, input: Tensor) -> Tensor:
+    slots, tape = self._landing
+    if not torch.is_grad_enabled():
+        return F.linear(input, self.weight, self.bias)
+    pair = (slots.get("weight"), slots.get("bias"))
+    y: Tensor = _Linear.apply(input, self.weight, self.bias, pair, tape)  # type: ignore[no-untyped-call]
+    return y
 
-    def embedding(input: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return _Embedding.apply(input, module.weight, slot, tape)  # type: ignore[no-any-return]
-        return F.embedding(input, module.weight)  # type: ignore[arg-type]
 
-    module.forward = embedding  # type: ignore[method-assign]
+def _embedding(self: Any, input: Tensor) -> Tensor:
+    slots, tape = self._landing
+    if not torch.is_grad_enabled():
+        return F.embedding(input, self.weight)
+    y: Tensor = _Embedding.apply(input, self.weight, slots["weight"], tape)  # type: ignore[no-untyped-call]
+    return y
 
 
 def attach_apart(module: nn.Module, slots: dict[str, Slot], tape: Tape) -> None:
     """Make `module` (`can_put_off`) compute its weight gradients apart from its input gradient."""
-    call = module.forward
+    module._landing = (slots, tape, module.forward)  # type: ignore[assignment]
+    module.forward = MethodType(_apart, module)
 
-    def forward(x: Tensor, *others: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled() or others or named:
-            return call(x, *others, **named)
-        pairs = [(getattr(module, attribute), slot) for attribute, slot in slots.items()]
-        return _Apart.apply(call, pairs, tape, x, *(parameter for parameter, _ in pairs))
 
-    module.forward = forward  # type: ignore[method-assign]
+def _apart(self: Any, *given: Any, **named: Any) -> Any:
+    slots, tape, call = self._landing
+    if not torch.is_grad_enabled() or named or len(given) != 1 or not isinstance(given[0], Tensor):
+        return call(*given, **named)
+    pairs = [(getattr(self, attribute), slot) for attribute, slot in slots.items()]
+    structure: list[Any] = []
+    values = _Apart.apply(call, pairs, tape, structure, given[0], *(parameter for parameter, _ in pairs))  # type: ignore[no-untyped-call]
+    return tree_unflatten(values, structure[0])
 
 
 def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
-    """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place, or, for a direct slot, as a stray contribution."""
-    if not slot.direct:
-        parameter.grad = slot.view
+    """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place, or, for a direct slot,
+    as a stray contribution."""
+    parameter.grad = None if slot.direct else slot.view
 
     def accumulated(parameter: Tensor) -> None:
         if parameter.grad is slot.view:
@@ -229,19 +272,5 @@ def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
         slot.add(parameter.grad)
         parameter.grad = None if slot.direct else slot.view
 
-    return parameter.register_post_accumulate_grad_hook(accumulated)
-
-
-def sole_owners(root: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    """By id of parameter: the one module that owns it and its attribute name there. Parameters that several modules share are left out."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((module, attribute))
-    return {key: found[0] for key, found in owners.items() if len(found) == 1}
-
-
-def owned_slots(module: nn.Module, slots: dict[int, Slot]) -> dict[str, Slot]:
-    """The slots of a module's own parameters, by attribute name."""
-    own: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(recurse=False)
-    return {attribute: slots[id(parameter)] for attribute, parameter in own if id(parameter) in slots}
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    return handle

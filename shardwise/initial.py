@@ -1,7 +1,8 @@
 """Initial values that do not depend on the layout.
 
-Each parameter is drawn in blocks of rows, each block from a generator seeded by (seed, parameter name, block), so a rank that
-holds a part of a parameter draws only the blocks that overlap its part, and every layout starts from the same bits.
+Each parameter is drawn in blocks of rows, each block from a generator seeded by (seed, parameter name, block), so a
+rank that holds a part of a parameter draws only the blocks that overlap its part, and every layout starts from the same
+bits.
 """
 
 import hashlib
@@ -13,14 +14,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-# Elements in a block: large enough that seeding a generator costs nothing beside drawing, small enough that a rank that holds
-# a few rows draws little more than those.
+# Elements in a block: large enough that seeding a generator costs nothing beside drawing, small enough that a rank that
+# holds a few rows draws little more than those.
 BLOCK_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Initial:
-    """How a parameter starts: `normal` with standard deviation `value`, `uniform` in [-value, value], or `constant` `value`."""
+    """How a parameter starts: `normal` with standard deviation `value`, `uniform` in [-value, value], or `constant`
+    `value`."""
 
     kind: Literal["normal", "uniform", "constant"]
     value: float
@@ -78,8 +80,8 @@ _DEFAULTS: tuple[tuple[tuple[type[nn.Module], ...], Callable[[nn.Module, str], I
 
 
 def initial_of(model: nn.Module, name: str) -> Initial:
-    """How parameter `name` of `model` starts: what the model's own `initial_value(name)` says, else PyTorch's default for the module
-    that owns it.
+    """How parameter `name` of `model` starts: what the model's own `initial_value(name)` says, else PyTorch's default
+    for the module that owns it.
 
     Raises:
         ValueError: neither knows the parameter.
@@ -92,9 +94,11 @@ def initial_of(model: nn.Module, name: str) -> Initial:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     for types, rule in _DEFAULTS:
-        if isinstance(module, types):
+        # The row of a padding index starts as zeros, and no distribution says so.
+        if isinstance(module, types) and getattr(module, "padding_idx", None) is None:
             return rule(module, attribute)
     raise ValueError(
         f"parameter {name!r} of {type(module).__name__} is on the meta device and has no known initial value: "
-        "build the model on a real device, or give the model a method initial_value(name) that returns shardwise.Initial"
+        "build the model on a real device, or give the model a method initial_value(name) that returns "
+        "shardwise.Initial"
     )

@@ -59,9 +59,10 @@ class Mesh:
             self.num_ranks *= size
         self.device_type = device or default_device_type()
         world = dist.get_world_size() if dist.is_initialized() else 1
+        self._agree(world)
         if world != self.num_ranks:
             how = "torch.distributed is not initialised: start with torchrun or `shardwise train`" if world == 1 else "change the plan or the launch"
-            raise ValueError(f"the plan needs {self.num_ranks} ranks ({self._product()}), the job has {world}; {how}")
+            raise ValueError(f"the plan needs {self.num_ranks} ranks ({_product(self.sizes)}), the job has {world}; {how}")
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._device_mesh: DeviceMesh | None = None
         self._axes: dict[str, Axis] = {}
@@ -77,8 +78,18 @@ class Mesh:
             "world", self.rank, self.num_ranks, tuple(range(self.num_ranks)), dist.group.WORLD if self.num_ranks > 1 else None
         )
 
-    def _product(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one device"
+    def _agree(self, world: int) -> None:
+        """Groups made in different orders would wait for each other for ever."""
+        if world == 1:
+            return
+        everyone: list[dict[str, int]] = [{} for _ in range(world)]
+        dist.all_gather_object(everyone, self.sizes)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise ValueError(
+                    f"the ranks do not hold the same plan: rank 0 has {_product(everyone[0])}, rank {rank} has {_product(other)}; "
+                    "start all ranks with one plan"
+                )
 
     def _single(self, name: str) -> Axis:
         if self.sizes[name] == 1 or self._device_mesh is None:
@@ -131,7 +142,11 @@ class Mesh:
         return torch.device(self.device_type, self.rank % max(1, torch.accelerator.device_count()))
 
     def __repr__(self) -> str:
-        return f"Mesh({self._product()}, rank {self.rank} of {self.num_ranks})"
+        return f"Mesh({_product(self.sizes)}, rank {self.rank} of {self.num_ranks})"
+
+
+def _product(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
 
 
 def default_device_type() -> str:

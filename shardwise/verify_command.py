@@ -1,4 +1,5 @@
-"""`shardwise verify`: a configuration's plan against one device, on ranks of this machine or of the job it was started in."""
+"""`shardwise verify`: a configuration's plan against one device, on ranks of this machine or of the job it was started
+in."""
 
 import os
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class Request:
 
 
 def run(request: Request) -> Report:
-    """Verify on as many ranks as the plan has: started here, or, under torchrun or Slurm, those of the job. The same report on every rank.
+    """Verify on as many ranks as the plan has: started here, or, under torchrun or Slurm, those of the job. The same
+    report on every rank.
 
     Raises:
         ValueError: the plan cannot be run; one line for every problem.
@@ -91,7 +93,8 @@ def vocabulary_of(config: Config) -> int:
 
 
 def random_batches(config: Config, vocabulary: int, steps: int) -> list[Batch]:
-    """Global batches of the configuration's size: random tokens, documents if it masks them, and targets of which a random part does not count."""
+    """Global batches of the configuration's size: random tokens, documents if it masks them, and targets of which a
+    random part does not count."""
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = (config.data.batch, config.data.sequence)
     found: list[Batch] = []
@@ -119,6 +122,13 @@ def show(report: Report, console: Console) -> None:
     for kind, worst in report.worst.items():
         count = sum(difference.kind == kind for difference in report.differences)
         good = worst.error <= report.tolerance
-        table.add_row(kind, str(count), worst.name, str(worst.step), f"{worst.error:.1e}", "agrees" if good else "[red]differs[/red]")
+        table.add_row(
+            kind,
+            str(count),
+            worst.name,
+            str(worst.step),
+            f"{worst.error:.1e}",
+            "agrees" if good else "[red]differs[/red]",
+        )
     console.print(table)
     console.print(report.describe(), style="green" if report.agrees else "red", highlight=False)

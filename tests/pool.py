@@ -1,7 +1,8 @@
 """One pool of warm worker processes per session: importing torch once per rank keeps multi-rank tests quick.
 
-`run_ranks(function, num_ranks, *args)` runs `function(*args)` on that many ranks, each in a process with a fresh gloo world of that
-size, and returns the results by rank. The function must be importable. An exception in any rank is raised here with its traceback.
+`run_ranks(function, num_ranks, *args)` runs `function(*args)` on that many ranks, each in a process with a fresh gloo
+world of that size, and returns the results by rank. The function must be importable. An exception in any rank is raised
+here with its traceback.
 """
 
 import atexit
@@ -36,7 +37,9 @@ def _serve(connection: Connection) -> None:
         try:
             if num_ranks > 1:
                 store = dist.FileStore(store_path, num_ranks)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+                )
             result = function(*args)
             connection.send((True, result))
         except BaseException:

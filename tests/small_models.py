@@ -1,4 +1,5 @@
-"""Odd little models for the property tests: sizes that nothing divides, tied and frozen and unused parameters, tuples between stages."""
+"""Odd little models for the property tests: sizes that nothing divides, tied and frozen and unused parameters, tuples
+between stages."""
 
 from typing import Any
 
@@ -72,8 +73,8 @@ class Head(nn.Module):
 
 
 class Odd(nn.Module):
-    """Args: num_blocks; tied: head and embedding share their matrix; frozen: the second block is not trained; pair: two blocks in the middle that
-    pass several values between them."""
+    """Args: num_blocks; tied: head and embedding share their matrix; frozen: the second block is not trained; pair: two
+    blocks in the middle that pass several values between them."""
 
     stages = ("embedding", "blocks.*", "head")
 
@@ -101,10 +102,8 @@ class Odd(nn.Module):
     def forward(self, tokens: Tensor, offsets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            if isinstance(block, Block):
-                x = block(x, offsets)
-            else:
-                x = block(*x) if isinstance(x, tuple) else block(x)
+            given = x if isinstance(x, tuple) else (x,)
+            x = block(*given, offsets) if isinstance(block, Block) else block(*given)
         return self.head(x)
 
 

@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.optimizers import SGD, AdamW
-from shardwise.parallel import Parallel
 from shardwise.plan import Plan
 from shardwise.verify import Report, verify
 from tests.pool import run_ranks
@@ -93,7 +90,10 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
 
 
 @settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(jobs())
 def test_random_plans_equal_one_device(job: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> None:

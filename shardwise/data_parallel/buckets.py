@@ -1,7 +1,9 @@
-"""The sharding engine's memory: the parameters of one model chunk, their gradients and their optimizer state in flat buckets.
+"""The sharding engine's memory: the parameters of one model chunk, their gradients and their optimizer state in flat
+buckets.
 
-Gradients land in a bucket as they are computed (`shardwise.gradient`), and its sum over the data-parallel ranks starts as soon as
-the last microbatch's backward has filled it (Li et al., arXiv 2006.15704), in an order that is the same on every rank.
+Gradients land in a bucket as they are computed (`shardwise.gradient`), and its sum over the data-parallel ranks starts
+as soon as the last microbatch's backward has filled it (Li et al., arXiv 2006.15704), in an order that is the same on
+every rank.
 """
 
 import math
@@ -160,7 +162,8 @@ class Buckets:
                 bucket.waiting += max(1, slot.expected)
 
     def last(self, backward: bool, weights: bool) -> None:
-        """The chunk's last backward begins, the half that makes input gradients (`backward`), weight gradients (`weights`) or both."""
+        """The chunk's last backward begins, the half that makes input gradients (`backward`), weight gradients
+        (`weights`) or both."""
         for _, entry in self:
             if (backward and not entry.direct) or (weights and entry.direct):
                 entry.slot.landed = 0
@@ -174,8 +177,9 @@ class Buckets:
         bucket = self._home[slot.name]
         if bucket.pending is not None:
             raise RuntimeError(
-                f"parameter {slot.name!r} got a gradient after its sum over ranks had begun: it is used more often in this step than in "
-                "the first; use it equally often in every step, or build with parallelize(..., overlap=False)"
+                f"parameter {slot.name!r} got a gradient after its sum over ranks had begun: it is used more often in "
+                "this step than in the first; use it equally often in every step, or build with parallelize(..., "
+                "overlap=False)"
             )
         bucket.waiting -= 1
         if not self._learning:
@@ -192,7 +196,8 @@ class Buckets:
         bucket.pending = bucket.reducers[0].start(bucket.gradient, bucket.memory)
 
     def flush(self, overlap: bool) -> None:
-        """The chunk's last backward is over: start every sum that has not started. Learns in the first step what to wait for in the next."""
+        """The chunk's last backward is over: start every sum that has not started. Learns in the first step what to
+        wait for in the next."""
         while self._next < len(self.buckets):
             self._launch(self.buckets[self._next])
         if self._learning and overlap:
@@ -201,7 +206,8 @@ class Buckets:
             self._learning = False
 
     def wait(self) -> float:
-        """Wait for the sums. Returns this rank's part of the squared gradient norm; the parts of all ranks add up to the square."""
+        """Wait for the sums. Returns this rank's part of the squared gradient norm; the parts of all ranks add up to
+        the square."""
         total = 0.0
         for bucket in self.buckets:
             assert bucket.pending is not None, "wait before flush"
@@ -216,7 +222,9 @@ class Buckets:
             total += square if bucket.counted else 0.0
         return total
 
-    def update(self, optimizer: Optimizer, lr: float, step: int, scale: float, values: Callable[[Bucket], Tensor]) -> None:
+    def update(
+        self, optimizer: Optimizer, lr: float, step: int, scale: float, values: Callable[[Bucket], Tensor]
+    ) -> None:
         """Apply the optimizer to every bucket; `values` says which copy of the parameters a bucket updates."""
         with torch.no_grad():
             for bucket in self.buckets:
@@ -236,7 +244,8 @@ class Buckets:
 
 
 def _groups(entries: Iterable[Entry], itemsize: int, bucket_bytes: int) -> Iterator[list[Entry]]:
-    """Consecutive entries of at least `bucket_bytes`; those that need further sums, or are counted elsewhere, apart from the others."""
+    """Consecutive entries of at least `bucket_bytes`; those that need further sums, or are counted elsewhere, apart
+    from the others."""
     open_groups: dict[tuple[str, bool], list[Entry]] = {}
     for entry in entries:
         key = (entry.extra, entry.counted)

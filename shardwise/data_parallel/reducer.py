@@ -3,6 +3,7 @@
 import copy
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -15,8 +16,8 @@ from shardwise.mesh import Axis, Mesh
 
 
 class Pending:
-    """A sum under way. `wait` returns when it is there, and raises what went wrong; `square` then holds this rank's share of the result's
-    squared norm (all ranks' shares add up to it)."""
+    """A sum under way. `wait` returns when it is there, and raises what went wrong; `square` then holds this rank's
+    share of the result's squared norm (all ranks' shares add up to it)."""
 
     def __init__(self, finish: Callable[[], float] | None = None) -> None:
         self._finish = finish
@@ -45,7 +46,8 @@ class Pending:
 class Reducer:
     """Sums over one axis in the order they are started, which must be the same on all its ranks.
 
-    On one machine without an accelerator a thread adds up memory that the ranks share; elsewhere the backend's own asynchronous all-reduce runs.
+    On one machine without an accelerator a thread adds up memory that the ranks share; elsewhere the backend's own
+    asynchronous all-reduce runs.
 
     Args:
         mesh: the job's mesh.
@@ -62,11 +64,17 @@ class Reducer:
         self._tasks: queue.SimpleQueue[tuple[Pending, Callable[[], float]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if self._link is not None:
-            self._thread = threading.Thread(target=self._serve, name=f"shardwise-{axis.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(self._tasks,), name=f"shardwise-{axis.name}", daemon=True
+            )
             self._thread.start()
+            # A reducer that nobody closes takes its thread and its sockets with it.
+            self._release = weakref.finalize(self, _let_go, self._tasks, self._link)
+            self._release.atexit = False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, HostMemory | None]:
-        """A zeroed flat tensor that this reducer can sum, and the memory behind it if it is shared. Collective over the axis."""
+        """A zeroed flat tensor that this reducer can sum, and the memory behind it if it is shared. Collective over the
+        axis."""
         if self._link is None:
             return torch.zeros(numel, dtype=dtype, device=device), None
         memory = HostMemory(self._link, numel, dtype)
@@ -96,17 +104,24 @@ class Reducer:
         single.axis = Axis(self.axis.name, 0, 1, (self.axis.ranks[self.axis.rank],))
         return single
 
-    def _serve(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            pending, work = task
-            pending.settle(work)
-
     def close(self) -> None:
         """Stop the thread and close the sockets."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
             self._thread = None
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+            self._release()
+
+
+_Tasks = queue.SimpleQueue[tuple[Pending, Callable[[], float]] | None]
+
+
+def _serve(tasks: "_Tasks") -> None:
+    while (task := tasks.get()) is not None:
+        pending, work = task
+        pending.settle(work)
+
+
+def _let_go(tasks: "_Tasks", link: HostLink) -> None:
+    tasks.put(None)
+    link.close()

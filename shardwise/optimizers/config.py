@@ -36,10 +36,15 @@ def build(config: OptimizerConfig) -> Optimizer:
     for key in config.model_fields_set:
         owner = next((name for name, keys in _USES.items() if key in keys), None)
         if owner is not None and key not in used:
-            raise ValueError(f"optimizer.{key} = {getattr(config, key)!r} belongs to {owner}, not to {config.name}: remove it or set optimizer.name = \"{owner}\"")
+            raise ValueError(
+                f"optimizer.{key} = {getattr(config, key)!r} belongs to {owner}, not to {config.name}: remove it or "
+                f'set optimizer.name = "{owner}"'
+            )
     if config.name == "sgd":
         return SGD(lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay)
     for value in config.betas:
         if not 0 <= value < 1:
-            raise ValueError(f"optimizer.betas = {list(config.betas)}: each must be at least 0 and below 1, as in [0.9, 0.95]")
+            raise ValueError(
+                f"optimizer.betas = {list(config.betas)}: each must be at least 0 and below 1, as in [0.9, 0.95]"
+            )
     return AdamW(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)

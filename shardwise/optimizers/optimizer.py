@@ -39,4 +39,5 @@ class Optimizer(Protocol):
         """
 
     def reference(self, decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The same rule from an independent implementation, on whole parameters in one process: the oracle of `verify`."""
+        """The same rule from an independent implementation, on whole parameters in one process: the oracle of
+        `verify`."""

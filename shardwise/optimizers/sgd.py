@@ -30,7 +30,9 @@ class SGD:
 
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
-            raise ValueError("optimizer.nesterov = true looks ahead along the momentum, which is 0: set optimizer.momentum, 0.9 say")
+            raise ValueError(
+                "optimizer.nesterov = true looks ahead along the momentum, which is 0: set optimizer.momentum, 0.9 say"
+            )
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"velocity": torch.zeros_like(parameter)} if self.momentum else {}

@@ -1,7 +1,8 @@
 """Executes one rank's row of a schedule.
 
-Receives are posted ahead of the actions that need them, sends do not hold up computation, and an activation is let go of when its
-backward is done. There is no barrier: a rank waits for nothing but the messages and sums that its next action needs.
+Receives are posted ahead of the actions that need them, sends do not hold up computation, and an activation is let go
+of when its backward is done. There is no barrier: a rank waits for nothing but the messages and sums that its next
+action needs.
 """
 
 import time
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.pipeline_parallel.schedule import Action, Kind, Receive, Schedule, Send, Step
-from shardwise.pipeline_parallel.wire import Incoming, Spec, TensorSpec, Wire
+from shardwise.pipeline_parallel.wire import Incoming, Spec, Wire
 
 # Messages whose buffers wait for their sender beyond the next one needed: enough to hide a transfer behind an action.
 RECEIVES_AHEAD = 2
@@ -36,8 +38,8 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class Half:
-    """Which half of a microbatch's backward an action runs: input gradients (`backward`), weight gradients (`weights`), or both; and whether
-    each is the chunk's last before its update."""
+    """Which half of a microbatch's backward an action runs: input gradients (`backward`), weight gradients (`weights`),
+    or both; and whether each is the chunk's last before its update."""
 
     microbatch: int
     backward: bool
@@ -48,7 +50,8 @@ class Half:
 
 @dataclass
 class Microbatch:
-    """One microbatch's own data, which every pipeline rank has: inputs and targets, their signature, and what its loss is divided by."""
+    """One microbatch's own data, which every pipeline rank has: inputs and targets, their signature, and what its loss
+    is divided by."""
 
     inputs: Any
     targets: Any
@@ -96,7 +99,7 @@ class Runner:
     stamps: list[Stamp] | None = None
     losses: list[Tensor] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
-    _local: dict[tuple[Kind, int, int], list[Any]] = field(default_factory=dict)
+    _local: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
     _microbatches: dict[int, Microbatch] = field(default_factory=dict)
     _passes_left: dict[int, int] = field(default_factory=dict)
     _began: float = 0.0  # when the action at hand had what it waited for
@@ -134,7 +137,9 @@ class Runner:
                     self._backward(step, halves[position], receives, posted)
             except Exception as error:
                 stage = self.schedule.stage(self.rank, step.chunk)
-                error.add_note(f"in {step.kind.value} of microbatch {step.microbatch} on stage {stage} (pipeline rank {self.rank})")
+                error.add_note(
+                    f"in {step.kind.value} of microbatch {step.microbatch} on stage {stage} (pipeline rank {self.rank})"
+                )
                 raise
             if self.stamps is not None:
                 self.stamps.append(Stamp(step, self._began, time.perf_counter()))
@@ -172,7 +177,12 @@ class Runner:
         return self.wire.receive_tensors(kind, number, boundary, peer, spec.gradients)
 
     def _receive(
-        self, kind: Kind, number: int, boundary: int, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]
+        self,
+        kind: Kind,
+        number: int,
+        boundary: int,
+        receives: deque[Receive],
+        posted: dict[tuple[Kind, int, int], Incoming],
     ) -> Incoming:
         """The message an action needs; receives are opened in their sender's order up to it."""
         key = (kind, number, boundary)
@@ -196,27 +206,24 @@ class Runner:
             if self._neighbour(stage - 1) is None:
                 incoming = self._receive(Kind.F, number, stage - 1, receives, posted)
                 assert incoming.spec is not None
-                received = tuple(_fill(incoming.spec, incoming.wait(), training))
+                received = incoming.spec.fill(incoming.wait())
             else:
-                received = tuple(self._local.pop((Kind.F, number, stage - 1)))
+                received = self._local.pop((Kind.F, number, stage - 1))
         self._began = time.perf_counter()
+        leaves: list[Tensor] = []
         with torch.set_grad_enabled(training):
-            value = self.chunks[chunk].forward(number, received, microbatch.inputs)
-            leaves = [v for v in received if isinstance(v, Tensor) and v.requires_grad]
+            value = self.chunks[chunk].forward(number, _enter(received, leaves), microbatch.inputs)
             if stage == self.schedule.total_stages - 1:
                 loss = self.loss_sum(value, microbatch.targets)
                 self.losses.append(loss.detach())
                 if training:
                     self._held[number, chunk] = _Held(leaves, [], loss=loss)
                 return
-        values = list(value) if isinstance(value, tuple) else [value]
-        roots = [get_gradient_edge(v) for v in values if isinstance(v, Tensor) and v.requires_grad]
+        values = value if isinstance(value, tuple) else (value,)
+        roots = [get_gradient_edge(v) for v in tree_leaves(values) if isinstance(v, Tensor) and v.requires_grad]
         if training:
             self._held[number, chunk] = _Held(leaves, roots)
         self._local[Kind.F, number, stage] = values
-        if self._neighbour(stage + 1) is not None:
-            spec = Spec.of(values)
-            self._local[Kind.F, number, stage] = _fill(spec, [v.detach() for v in values if isinstance(v, Tensor)], training)
 
     def _neighbour(self, stage: int) -> int | None:
         """The local chunk that is `stage`, if it is on this rank."""
@@ -256,7 +263,8 @@ class Runner:
             count = self._microbatches[number].count().to(loss.device)
             return [torch.ones_like(loss) / count.clamp(min=1)]
         if self._neighbour(stage + 1) is not None:
-            return self._local.pop((Kind.B, number, stage))
+            gradients: list[Tensor] = self._local.pop((Kind.B, number, stage))
+            return gradients
         return self._receive(Kind.B, number, stage, receives, posted).wait()
 
     def forget(self, number: int) -> None:
@@ -277,17 +285,36 @@ class Runner:
             self._held[number, chunk].spec = spec
 
 
-def _fill(spec: Spec, tensors: Sequence[Tensor], training: bool) -> list[Any]:
-    """The values of a message, its tensors as leaves of the receiver's own graph."""
-    left = iter(tensors)
-    return [
-        next(left).requires_grad_(item.requires_grad and training) if isinstance(item, TensorSpec) else item
-        for item in spec.items
-    ]
+class _Entrance(torch.autograd.Function):
+    """A received tensor as the stage sees it: not a leaf, so that the stage's first operation may work in place, as it
+    may in the whole model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _enter(received: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Any, ...]:
+    """What a stage is given for what it received. The leaves of its own graph are added to `leaves`."""
+
+    def one(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor.detach()
+        leaves.append(tensor.detach().requires_grad_())
+        entered: Tensor = _Entrance.apply(leaves[-1])  # type: ignore[no-untyped-call]
+        return entered
+
+    found: tuple[Any, ...] = tree_map_only(Tensor, one, received)
+    return found
 
 
 def _halves(steps: Sequence[Step]) -> dict[int, Half]:
-    """By position, what every backward action of a row does, and whether it is its chunk's last of that half before the next update."""
+    """By position, what every backward action of a row does, and whether it is its chunk's last of that half before the
+    next update."""
     found: dict[int, Half] = {}
     # The halves, by (half, chunk), whose last one before an update in this row has yet to be met, going backwards.
     open_halves: set[tuple[str, int]] = set()

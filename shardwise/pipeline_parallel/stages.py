@@ -1,8 +1,8 @@
 """Cutting a model into pipeline stages.
 
-A model that can be cut is a sequence of parts: an `nn.Sequential`, or a module with an attribute `stages` that lists its submodules in
-call order ("blocks.*" stands for all children of `blocks`). A part is called with what the part before returned, and with those of
-the batch's named inputs that its `forward` has parameters for.
+A model that can be cut is a sequence of parts: an `nn.Sequential`, or a module with an attribute `stages` that lists
+its submodules in call order ("blocks.*" stands for all children of `blocks`). A part is called with what the part
+before returned, and with those of the batch's named inputs that its `forward` has parameters for.
 """
 
 import copy
@@ -11,11 +11,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 # So many ways to cut are tried one by one; beyond, dynamic programming balances the largest stage alone.
@@ -24,25 +25,35 @@ MOST_TRIED = 50_000
 
 @dataclass(frozen=True)
 class Part:
-    """One piece that stays whole: its path in the model, the module, and whether it is one of a starred list of blocks."""
+    """One piece that stays whole.
+
+    Args:
+        path: in the model.
+        block: whether it is one of a starred list of blocks, or of an `nn.Sequential`.
+        spread: whether a tuple that the part before returned makes its arguments; an `nn.Sequential` passes it on as
+            one.
+    """
 
     path: str
     module: nn.Module
     block: bool
+    spread: bool = True
 
 
 def parts_of(model: nn.Module) -> list[Part]:
     """The model's parts in call order.
 
     Raises:
-        ValueError: the model does not say where it may be cut, names a submodule it does not have, or has parameters outside its parts.
+        ValueError: the model does not say where it may be cut, names a submodule it does not have, or has parameters
+            outside its parts.
     """
-    if isinstance(model, nn.Sequential):
-        return [Part(name, module, True) for name, module in model.named_children()]
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return _covering(model, [Part(name, module, True, spread=False) for name, module in _children(model)])
     listed = getattr(model, "stages", None)
     if listed is None:
         raise ValueError(
-            f"plan.pipeline: {type(model).__name__} does not say where it may be cut into stages; give it an attribute `stages` with its "
+            f"plan.pipeline: {type(model).__name__} does not say where it may be cut into stages; give it an attribute "
+            "`stages` with its "
             'submodules in call order, such as ["embedding", "blocks.*", "head"], or make it an nn.Sequential'
         )
     found: list[Part] = []
@@ -50,19 +61,31 @@ def parts_of(model: nn.Module) -> list[Part]:
         try:
             if path.endswith(".*"):
                 parent = path.removesuffix(".*")
-                children = model.get_submodule(parent).named_children()
+                children = _children(model.get_submodule(parent))
                 found.extend(Part(f"{parent}.{name}", module, True) for name, module in children)
             else:
                 found.append(Part(path, model.get_submodule(path), False))
         except AttributeError:
-            raise ValueError(f"{type(model).__name__}.stages lists {path!r}, which is not a submodule; correct the list") from None
-    inside = {id(parameter) for part in found for parameter in part.module.parameters()}
+            raise ValueError(
+                f"{type(model).__name__}.stages lists {path!r}, which is not a submodule; correct the list"
+            ) from None
+    return _covering(model, found)
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children by name, also those that stand there twice, since each stands for a call."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _covering(model: nn.Module, parts: list[Part]) -> list[Part]:
+    inside = {id(parameter) for part in parts for parameter in part.module.parameters()}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
     if outside:
         raise ValueError(
-            f"parameter {outside[0]!r} of {type(model).__name__} is in none of the parts that `stages` lists; list the submodule it is in"
+            f"parameter {outside[0]!r} of {type(model).__name__} is in none of its parts; list the submodule it is in "
+            "among its `stages`"
         )
-    return found
+    return parts
 
 
 class Stage(nn.Module):
@@ -78,30 +101,32 @@ class Stage(nn.Module):
         self.paths = [part.path for part in parts]
         self.first, self.last = first, last
         self.parts = nn.ModuleList(part.module for part in parts)
-        self._names = [_named_inputs(part.module) for part in parts]
+        self._accepted = [_Accepted.by(part.module) for part in parts]
+        self._spread = parts[0].spread
 
     def forward(self, received: tuple[Any, ...], inputs: Any) -> Any:
-        """What the stage returns for `received` (from the stage before; empty for the first) and the microbatch's own `inputs`."""
+        """What the stage returns for `received` (from the stage before; empty for the first) and the microbatch's own
+        `inputs`."""
         named = inputs if isinstance(inputs, dict) else {}
-        value: Any = received
-        if self.first:
-            value = self._first_arguments(inputs)
-        for part, names in zip(self.parts, self._names, strict=True):
-            wanted = named if names is None else {name: named[name] for name in names if name in named}
-            value = part(*value, **wanted) if isinstance(value, tuple) else part(value, **wanted)
-        return value
-
+        given = self._first_arguments(inputs) if self.first else received
+        value: Any = None
+        for part, accepted in zip(self.parts, self._accepted, strict=True):
+            value = part(*given, **accepted.of(named, len(given)))
+            given = value if self._spread and isinstance(value, tuple) else (value,)
+        return value if self.last else given
 
     def _first_arguments(self, inputs: Any) -> tuple[Any, ...]:
-        """The positional arguments of the model's first part: all inputs without names, or the only named one if it goes by another name there."""
+        """The positional arguments of the model's first part: all inputs without names, or the only named one if it
+        goes by another name there."""
         if not isinstance(inputs, dict):
             return inputs if isinstance(inputs, tuple) else (inputs,)
-        names = self._names[0]
-        if names is None or any(name in inputs for name in names):
+        accepted = self._accepted[0]
+        if accepted.of(inputs, 0):
             return ()
         if len(inputs) != 1:
             raise ValueError(
-                f"part {self.paths[0]!r} of the model takes {names} and the batch has {list(inputs)}: name the inputs as its forward does"
+                f"part {self.paths[0]!r} of the model takes {[*accepted.positional, *accepted.keywords]} and the batch "
+                f"has {list(inputs)}: name the inputs as its forward does"
             )
         return tuple(inputs.values())
 
@@ -120,15 +145,32 @@ class Whole(nn.Module):
         return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
 
 
-def _named_inputs(module: nn.Module) -> list[str] | None:
-    """The parameters of forward that take named inputs; None if it takes any."""
-    names = []
-    for parameter in inspect.signature(module.forward).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return None
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            names.append(parameter.name)
-    return names
+@dataclass(frozen=True)
+class _Accepted:
+    """Which named inputs a module's forward takes: by names it could also take by position, by keyword alone, or any at
+    all."""
+
+    positional: list[str]
+    keywords: set[str]
+    anything: bool
+
+    @staticmethod
+    def by(module: nn.Module) -> "_Accepted":
+        parameters = inspect.signature(module.forward).parameters.values()
+        return _Accepted(
+            [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD],
+            {p.name for p in parameters if p.kind is p.KEYWORD_ONLY},
+            any(p.kind is p.VAR_KEYWORD for p in parameters),
+        )
+
+    def of(self, named: dict[str, Any], num_given: int) -> dict[str, Any]:
+        """Those of `named` that go with `num_given` positional arguments."""
+        taken, free = self.positional[:num_given], self.positional[num_given:]
+        return {
+            name: value
+            for name, value in named.items()
+            if name not in taken and (self.anything or name in free or name in self.keywords)
+        }
 
 
 def cut(
@@ -143,9 +185,9 @@ def cut(
     Args:
         parts: the model's parts.
         placement: the stages of every pipeline rank, as a schedule has them.
-        how: "parameters" (those that multiply: embedding tables weigh nothing, since a look-up costs nothing), "flops" (counted on the meta
-            device), "time" (measured here), "memory" (parameters with their state, and saved activations times the microbatches in flight),
-            or the number of layers of each stage.
+        how: "parameters" (those that multiply: embedding tables weigh nothing, since a look-up costs nothing), "flops"
+            (counted on the meta device), "time" (measured here), "memory" (parameters with their state, and saved
+            activations times the microbatches in flight), or the number of layers of each stage.
         example: a microbatch (inputs, targets) of the sizes to come; needed for all but "parameters" and a list.
         loss: (output, targets) -> scalar; counted with the last part where given.
 
@@ -154,7 +196,10 @@ def cut(
     """
     num_stages = sum(len(stages) for stages in placement)
     if len(parts) < num_stages:
-        raise ValueError(f"plan.pipeline: {num_stages} stages need as many parts, the model has {len(parts)}; use fewer stages or chunks")
+        raise ValueError(
+            f"plan.pipeline: {num_stages} stages need as many parts, the model has {len(parts)}; use fewer stages or "
+            "chunks"
+        )
     if not isinstance(how, str):
         return _as_listed(parts, list(how), num_stages)
     if how == "parameters":
@@ -162,7 +207,8 @@ def cut(
         return balance([costs] * num_stages, placement)
     if example is None:
         raise ValueError(
-            f'plan.cut = "{how}" looks at a microbatch: pass parallelize(..., example=(inputs, targets)), or use "parameters"'
+            f'plan.cut = "{how}" looks at a microbatch: pass parallelize(..., example=(inputs, targets)), or use '
+            '"parameters"'
         )
     if how == "memory":
         state, saved = _memory(parts, example)
@@ -177,23 +223,28 @@ def cut(
 
 
 def _as_listed(parts: Sequence[Part], counts: list[int], num_stages: int) -> list[range]:
-    """Stages of the listed numbers of blocks; parts before the first block go with the first stage, those behind the last with the last."""
+    """Stages of the listed numbers of blocks; parts before the first block go with the first stage, those behind the
+    last with the last."""
     blocks = [index for index, part in enumerate(parts) if part.block]
     if len(counts) != num_stages or sum(counts) not in (len(blocks), len(parts)):
         raise ValueError(
-            f"plan.cut = {counts}: list {num_stages} numbers, one for each stage, whose sum is the model's {len(blocks)} blocks"
+            f"plan.cut = {counts}: list {num_stages} numbers, one for each stage, whose sum is the model's "
+            f"{len(blocks)} blocks"
         )
     edges = list(itertools.accumulate(counts, initial=0))
     if sum(counts) == len(blocks) and blocks:
         edges = [0, *(blocks[edge] if edge < len(blocks) else blocks[-1] + 1 for edge in edges[1:-1]), len(parts)]
     for number, (start, stop) in enumerate(itertools.pairwise(edges)):
         if start == stop:
-            raise ValueError(f"plan.cut = {counts}: stage {number} would hold nothing; give every stage at least one layer")
+            raise ValueError(
+                f"plan.cut = {counts}: stage {number} would hold nothing; give every stage at least one layer"
+            )
     return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def balance(table: Sequence[Sequence[float]], placement: Sequence[Sequence[int]]) -> list[range]:
-    """The consecutive parts of each stage such that the busiest rank has least to do, and among such cuts the busiest stage.
+    """The consecutive parts of each stage such that the busiest rank has least to do, and among such cuts the busiest
+    stage.
 
     Args:
         table: [stage][part], what a part costs on a stage.
@@ -236,22 +287,24 @@ def _multiplying(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in tables)
 
 
-def _chain(parts: Sequence[Part], example: tuple[Any, Any], device: str, visit: Callable[[Part, Callable[[], Any]], Any]) -> None:
-    """Runs copies of the parts on `device` one after the other on the example; `visit(part, call)` makes the call and returns its result."""
-    inputs = torch.utils._pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, example[0])
-    received: tuple[Any, ...] = ()
-    for number, part in enumerate(parts):
-        module = copy.deepcopy(part.module)
-        if device == "meta" or any(parameter.is_meta for parameter in module.parameters()):
-            module = module.to_empty(device=device)
-        if device != "meta":
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.normal_(0, 0.02) if parameter.is_floating_point() else parameter.zero_()
-        stage = Stage([Part(part.path, module, part.block)], number == 0, number == len(parts) - 1)
-        value = visit(part, lambda stage=stage, received=received: stage(received, inputs))  # type: ignore[misc]
-        value = value if isinstance(value, tuple) else (value,)
-        received = tuple(leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf for leaf in value)
+def _chain(
+    parts: Sequence[Part], example: tuple[Any, Any], device: str, visit: Callable[[Part, Callable[[], Any]], Any]
+) -> None:
+    """Runs copies of the parts on `device` one after the other on the example; `visit(part, call)` makes the call and
+    returns its result."""
+    with torch.random.fork_rng(devices=[]):  # one rank alone measures: its random numbers must stay the others'
+        inputs = tree_map_only(Tensor, lambda leaf: leaf.to(device), example[0])
+        received: tuple[Any, ...] = ()
+        for number, part in enumerate(parts):
+            module = copy.deepcopy(part.module)
+            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta or device == "meta" else t)  # type: ignore[no-untyped-call]
+            if device != "meta":
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.normal_(0, 0.02) if parameter.is_floating_point() else parameter.zero_()
+            stage = Stage([replace(part, module=module)], number == 0, number == len(parts) - 1)
+            value = visit(part, lambda stage=stage, received=received: stage(received, inputs))  # type: ignore[misc]
+            received = tree_map_only(Tensor, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), value)
 
 
 def _flops(parts: Sequence[Part], example: tuple[Any, Any]) -> list[float]:
@@ -291,7 +344,9 @@ def _memory(parts: Sequence[Part], example: tuple[Any, Any]) -> tuple[list[float
     return state, saved
 
 
-def _seconds(parts: Sequence[Part], example: tuple[Any, Any], loss: Callable[[Any, Any], Tensor] | None, repeats: int = 5) -> list[float]:
+def _seconds(
+    parts: Sequence[Part], example: tuple[Any, Any], loss: Callable[[Any, Any], Tensor] | None, repeats: int = 5
+) -> list[float]:
     found: list[float] = []
 
     def visit(part: Part, call: Callable[[], Any]) -> Any:
@@ -311,5 +366,5 @@ def _seconds(parts: Sequence[Part], example: tuple[Any, Any], loss: Callable[[An
 
 
 def _total(value: Any) -> Tensor:
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return torch.stack([leaf.sum() for leaf in leaves]).sum()

@@ -1,13 +1,15 @@
-"""What pipeline stages send each other: any number of tensors and other values, shapes negotiated once and remembered."""
+"""What pipeline stages send each other: any number of tensors and other values, shapes negotiated once and
+remembered."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.mesh import Axis
 from shardwise.pipeline_parallel.schedule import Kind
@@ -28,21 +30,26 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """What an activation message consists of: a `TensorSpec` for every tensor, the value itself for everything else."""
+    """What an activation message consists of: the values a stage returned, also nested ones, with a `TensorSpec` for
+    every tensor."""
 
     items: tuple[Any, ...]
 
     @staticmethod
-    def of(values: Sequence[Any]) -> "Spec":
-        return Spec(
-            tuple(
-                TensorSpec(tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, Tensor) else v for v in values
-            )
+    def of(values: tuple[Any, ...]) -> "Spec":
+        return Spec(tree_map_only(Tensor, lambda v: TensorSpec(tuple(v.shape), v.dtype, v.requires_grad), values))
+
+    def fill(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+        """The values, with `tensors` for the specs; those that need a gradient say so."""
+        left = iter(tensors)
+        filled: tuple[Any, ...] = tree_map_only(
+            TensorSpec, lambda item: next(left).requires_grad_(item.requires_grad), self.items
         )
+        return filled
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        return [item for item in self.items if isinstance(item, TensorSpec)]
+        return [item for item in tree_leaves(self.items) if isinstance(item, TensorSpec)]
 
     @property
     def gradients(self) -> list[TensorSpec]:
@@ -72,8 +79,8 @@ class Wire:
         axis: the pipeline axis.
         device: where received tensors lie.
         num_boundaries: stage boundaries in the whole model.
-        negotiate: "once": what a message consists of depends on the shapes of the microbatch's inputs alone, and is sent ahead of the first
-            message of each kind; "always": it is sent ahead of every one.
+        negotiate: "once": what a message consists of depends on the shapes of the microbatch's inputs alone, and is
+            sent ahead of the first message of each kind; "always": it is sent ahead of every one.
     """
 
     def __init__(self, axis: Axis, device: torch.device, num_boundaries: int, negotiate: str) -> None:
@@ -88,15 +95,20 @@ class Wire:
         """What activations across `boundary` consist of for inputs of these shapes, if it is known without asking."""
         return None if self.negotiate == "always" else self._known.get((boundary, signature))
 
-    def send_activation(self, microbatch: int, boundary: int, peer: int, values: Sequence[Any], signature: Any) -> Spec:
+    def send_activation(
+        self, microbatch: int, boundary: int, peer: int, values: tuple[Any, ...], signature: Any
+    ) -> Spec:
         """Send what a stage returned; does not wait. Returns what it consists of.
 
         Raises:
             ValueError: it does not consist of what earlier messages for inputs of these shapes did.
         """
         spec = Spec.of(values)
-        if len(spec.items) > _HEADER_LENGTH:
-            raise ValueError(f"a stage passes on {len(spec.items)} values; at most {_HEADER_LENGTH} can be sent, so pass fewer, larger ones")
+        if len(spec.tensors) > _HEADER_LENGTH:
+            raise ValueError(
+                f"a stage passes on {len(spec.tensors)} tensors; at most {_HEADER_LENGTH} can be sent, so pass fewer, "
+                "larger ones"
+            )
         earlier = self.known(boundary, signature)
         if earlier is None:
             header = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
@@ -105,10 +117,13 @@ class Wire:
             self._known[boundary, signature] = spec
         elif earlier != spec:
             raise ValueError(
-                f"what passes from stage {boundary} to stage {boundary + 1} changed from {_describe(earlier)} to {_describe(spec)} for "
+                f"what passes from stage {boundary} to stage {boundary + 1} changed from {_describe(earlier)} to "
+                f"{_describe(spec)} for "
                 'inputs of the same shapes; pass parallelize(..., negotiate="always")'
             )
-        self.send_tensors(Kind.F, microbatch, boundary, peer, [v.detach() for v in values if isinstance(v, Tensor)])
+        self.send_tensors(
+            Kind.F, microbatch, boundary, peer, [v.detach() for v in tree_leaves(values) if isinstance(v, Tensor)]
+        )
         return spec
 
     def send_tensors(self, kind: Kind, microbatch: int, boundary: int, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -116,8 +131,11 @@ class Wire:
         for item, tensor in enumerate(tensors):
             self._send(tensor.contiguous(), peer, self._tag(kind, microbatch, boundary, item))
 
-    def receive_activation(self, microbatch: int, boundary: int, peer: int, signature: Any, ahead: bool) -> Incoming | None:
-        """Begin to receive an activation. None if `ahead` and what it consists of has yet to be learnt, which would mean waiting."""
+    def receive_activation(
+        self, microbatch: int, boundary: int, peer: int, signature: Any, ahead: bool
+    ) -> Incoming | None:
+        """Begin to receive an activation. None if `ahead` and what it consists of has yet to be learnt, which would
+        mean waiting."""
         spec = self.known(boundary, signature)
         if spec is None:
             if ahead:
@@ -132,7 +150,13 @@ class Wire:
         return self.receive_tensors(Kind.F, microbatch, boundary, peer, spec.tensors, spec)
 
     def receive_tensors(
-        self, kind: Kind, microbatch: int, boundary: int, peer: int, specs: Sequence[TensorSpec], spec: Spec | None = None
+        self,
+        kind: Kind,
+        microbatch: int,
+        boundary: int,
+        peer: int,
+        specs: Sequence[TensorSpec],
+        spec: Spec | None = None,
     ) -> Incoming:
         """Begin to receive tensors of known shapes."""
         buffers = [torch.empty(item.shape, dtype=item.dtype, device=self.device) for item in specs]
@@ -172,6 +196,6 @@ class Wire:
 def _describe(spec: Spec) -> str:
     parts = [
         f"{str(item.dtype).removeprefix('torch.')} {list(item.shape)}" if isinstance(item, TensorSpec) else repr(item)
-        for item in spec.items
+        for item in tree_leaves(spec.items)
     ]
     return ", ".join(parts) or "nothing"
