@@ -119,8 +119,16 @@ class HostLink:
         Raises:
             RuntimeError: a peer died or stayed silent.
         """
+        self.arrive()
+        self.wait_for_others()
+
+    def arrive(self) -> None:
+        """Tell every peer that this rank has come so far; does not wait."""
         for rank, peer in self._peers.items():
             self._talk(rank, lambda peer=peer: peer.sendall(b"."))  # type: ignore[misc]
+
+    def wait_for_others(self) -> None:
+        """Return once every peer has called `arrive` as often as this rank has called this."""
         for rank, peer in self._peers.items():
             if self._talk(rank, lambda peer=peer: peer.recv(1)) == b"":  # type: ignore[misc]
                 raise RuntimeError(f"rank {self.axis.ranks[rank]} is gone: it closed its end of the {self.axis.name} axis")
@@ -183,6 +191,138 @@ class HostMemory:
             square += float(torch.dot(block, block))
         self.link.wait_for_all()
         return square
+
+
+class Exchange:
+    """Sums and gathers between the ranks of an axis within forward and backward passes, one at a time, in the same order on all of them.
+
+    On one machine without an accelerator a rank computes what it contributes into memory that all ranks see, and reads the others' parts
+    from there: one meeting for each exchange, and no copy on the way. Elsewhere torch.distributed does the work.
+
+    Args:
+        axis: the ranks.
+        device: where the tensors lie.
+
+    Attributes:
+        elements: what this rank would have sent by a ring, so far: n (R - 1) / R for a gather or a divided sum of n elements, twice that for
+            a whole sum.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis = axis
+        self.elements = 0.0
+        self._link = HostLink.connect(axis) if axis.size > 1 and device.type == "cpu" else None
+        # Two memories in turn: who writes the next but one knows that all have met since, hence have read this one.
+        self._memories: list[list[Tensor]] = [[], []]
+        self._turn = 0
+        self._under_way = False
+
+    def buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for this rank's part of the next sum, of the dtype and device of `like`; to be filled and given to `start_sum`."""
+        if self._link is None:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        self._reserve(math.prod(shape) * like.element_size())
+        return self._view(self.axis.rank, shape, like.dtype)
+
+    def start_sum(self, buffer: Tensor, dim: int | None = None) -> Callable[[], Tensor]:
+        """Begin to sum all ranks' buffers (from `buffer`, of equal shapes).
+
+        Args:
+            buffer: this rank's part; not to be touched afterwards.
+            dim: None gives every rank the whole sum, else the rank's share along this dimension.
+
+        Returns:
+            a function that waits and returns the sum: the same bits on every rank. To be called before the next exchange begins.
+        """
+        size = self.axis.size
+        self.elements += (1 if dim is not None else 2) * buffer.numel() * (size - 1) / size
+        if self._link is None:
+            return self._start_elsewhere(buffer, dim)
+        parts = [self._view(rank, tuple(buffer.shape), buffer.dtype) for rank in range(size)]
+        if dim is not None:
+            start, stop = share(buffer.shape[dim], self.axis.rank, size)
+            parts = [part.narrow(dim, start, stop - start) for part in parts]
+        self._begin()
+
+        def wait() -> Tensor:
+            self._end()
+            total = torch.add(parts[0], parts[1])
+            for part in parts[2:]:
+                total.add_(part)
+            return total.contiguous()
+
+        return wait
+
+    def gather(self, shard: Tensor, dim: int, length: int) -> Tensor:
+        """All ranks' shares along `dim`, whose lengths together are `length`, as one tensor."""
+        size = self.axis.size
+        ranges = [share(length, rank, size) for rank in range(size)]
+        shapes = [(*shard.shape[:dim], stop - start, *shard.shape[dim + 1 :]) for start, stop in ranges]
+        assert tuple(shard.shape) == shapes[self.axis.rank], (tuple(shard.shape), length, self.axis)
+        largest = max(shapes, key=math.prod)
+        self.elements += sum(map(math.prod, shapes)) * (size - 1) / size
+        if self._link is not None:
+            self._reserve(math.prod(largest) * shard.element_size())
+            parts = [self._view(rank, shape, shard.dtype) for rank, shape in enumerate(shapes)]
+            parts[self.axis.rank].copy_(shard)
+            self._begin()
+            self._end()
+            return torch.cat(parts, dim)
+        padded = shard.contiguous()
+        if tuple(shard.shape) != largest:
+            padded = shard.new_zeros(largest)
+            padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
+        everyone = shard.new_empty(size, *largest)
+        dist.all_gather_into_tensor(everyone, padded, group=self.axis.group)
+        return torch.cat([everyone[rank].narrow(dim, 0, shape[dim]) for rank, shape in enumerate(shapes)], dim)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._link is not None:
+            self._link.close()
+        self._memories = [[], []]
+
+    def _start_elsewhere(self, buffer: Tensor, dim: int | None) -> Callable[[], Tensor]:
+        size = self.axis.size
+        if dim is not None and buffer.device.type != "cpu" and buffer.shape[dim] % size == 0:
+            # Ranks' shares one after the other, as the backend wants them; gloo's own is slower than a whole sum.
+            stacked = torch.cat(buffer.chunk(size, dim)) if dim else buffer
+            out = stacked.new_empty(stacked.shape[0] // size, *stacked.shape[1:])
+            work = dist.reduce_scatter_tensor(out, stacked, group=self.axis.group, async_op=True)
+        else:
+            out = buffer
+            work = dist.all_reduce(out, group=self.axis.group, async_op=True)
+        assert work is not None
+
+        def wait() -> Tensor:
+            work.wait()
+            if dim is None or out is not buffer:
+                return out
+            start, stop = share(buffer.shape[dim], self.axis.rank, size)
+            return out.narrow(dim, start, stop - start).contiguous()
+
+        return wait
+
+    def _reserve(self, num_bytes: int) -> None:
+        assert self._link is not None and not self._under_way
+        held = self._memories[self._turn]
+        if not held or held[0].numel() < num_bytes:
+            self._memories[self._turn] = HostMemory(self._link, num_bytes, torch.uint8).tensors
+
+    def _view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        flat = self._memories[self._turn][rank][: math.prod(shape) * dtype.itemsize]
+        return flat.view(dtype).view(shape)
+
+    def _begin(self) -> None:
+        assert self._link is not None
+        self._link.arrive()
+        self._under_way = True
+        self._turn = 1 - self._turn
+
+    def _end(self) -> None:
+        assert self._link is not None and self._under_way
+        self._link.wait_for_others()
+        self._under_way = False
 
 
 def sum_of_squares(tensor: Tensor) -> float:

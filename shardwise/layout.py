@@ -44,11 +44,15 @@ def share(length: int, rank: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Split:
-    """Dimension `dim` is divided over the mesh axis `axis`; `sections` names the lengths of fused matrices that are divided one by one."""
+    """Dimension `dim` is divided over the mesh axis `axis`; `sections` names the lengths of fused matrices that are divided one by one.
+
+    With `copies`, so many neighbouring ranks hold the same piece (key and value heads fewer than ranks); it divides the axis.
+    """
 
     axis: str
     dim: int
     sections: tuple[int, ...] = ()
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Layout:
     Args:
         shape: global shape.
         splits: how dimensions are divided over axes, at most one split a dimension.
-        partial: axes, beside the data-parallel ones, over which a rank's gradient is only a part of the sum.
+        partial: axes, beside the data-parallel ones, over which a rank's gradient is only a part: it is summed over the ranks along the axis that
+            hold the same piece.
     """
 
     shape: tuple[int, ...]
@@ -89,8 +94,8 @@ class Layout:
 
     def counted_here(self, places: Mapping[str, Place], axes: tuple[str, ...] = ("context", "tensor")) -> bool:
         """Whether this rank counts the parameter in a sum over all parameters: one of the ranks that hold the same piece does."""
-        divided = {split.axis for split in self.splits}
-        return all(places[axis].rank == 0 for axis in axes if axis not in divided)
+        copies = {split.axis: split.copies for split in self.splits}
+        return all(places[axis].rank % copies.get(axis, places[axis].size) == 0 for axis in axes)
 
     def _ranges(self, dim: int, places: Mapping[str, Place]) -> list[tuple[int, int, int]]:
         """(global start, global stop, local start) of the pieces along one dimension."""
@@ -100,7 +105,7 @@ class Layout:
         place = places[split.axis]
         found, start, local = [], 0, 0
         for length in split.sections or (self.shape[dim],):
-            low, high = share(length, place.rank, place.size)
+            low, high = share(length, place.rank // split.copies, place.size // split.copies)
             found.append((start + low, start + high, local))
             local += high - low
             start += length

@@ -23,25 +23,74 @@ def count_targets(targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class CrossEntropy:
+    """The terms of a cross-entropy.
+
+    Args:
+        label_smoothing: the share of the target's weight that is spread over the whole vocabulary (arXiv 1512.00567, section 7).
+        z_loss: times the squared logarithm of the softmax's denominator (PaLM, arXiv 2204.02311, section 5).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def sum(self, output: Any, targets: Tensor) -> Tensor:
+        """The loss summed over targets.
+
+        Args:
+            output: logits (B, S, V), or an object that has them as `logits`, as Hugging Face models return.
+            targets: (B, S) int64, -100 where a position does not count.
+        """
+        logits = logits_of(output)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        flat, targets = logits.reshape(-1, logits.shape[-1]).to(dtype), targets.reshape(-1)
+        loss = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing)
+        if self.z_loss:
+            loss = loss + self.z_loss * flat.logsumexp(-1).square()[targets != IGNORED].sum()
+        return loss
+
+
+def logits_of(output: Any) -> Tensor:
+    """What a model returned as a tensor: itself, or its `logits`."""
+    found = getattr(output, "logits", output)
+    assert isinstance(found, Tensor), type(found)
+    return found
+
+
+@dataclass(frozen=True)
 class Loss:
     """A loss that is a sum over targets.
 
     Args:
         sum: (output of the model, targets) -> 0-dim tensor, the loss summed over the targets that count.
         count: targets -> 0-dim integer tensor, how many targets count.
+        terms: set if `sum` is a cross-entropy of these terms, which can be computed from divided logits as well.
     """
 
     sum: Callable[[Any, Any], Tensor]
     count: Callable[[Any], Tensor] = count_targets
+    terms: CrossEntropy | None = None
 
 
-def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    flat = logits.reshape(-1, logits.shape[-1]).to(dtype)
-    return F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
+def cross_entropy_with(label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
+    """`cross_entropy` with further terms.
+
+    Args:
+        label_smoothing: the share of the target's weight that is spread over the whole vocabulary, 0 to 1.
+        z_loss: factor of the squared logarithm of the softmax's denominator.
+
+    Raises:
+        ValueError: a term is out of its range.
+    """
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing = {label_smoothing} is not a share; choose one from 0 to 1")
+    if z_loss < 0:
+        raise ValueError(f"z_loss = {z_loss} would reward large logits; choose 0 or more")
+    terms = CrossEntropy(label_smoothing, z_loss)
+    return Loss(terms.sum, terms=terms)
 
 
-cross_entropy = Loss(_cross_entropy_sum)
+cross_entropy = cross_entropy_with()
 """Next-token cross-entropy: logits (B, S, V) and targets (B, S) int64 with -100 where a position does not count; at least float32."""
 
 

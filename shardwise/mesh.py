@@ -19,6 +19,7 @@ FOLDED: dict[str, tuple[str, ...]] = {
     "data": ("replicate", "shard"),  # ranks that read different rows
     "zero": ("shard", "context"),  # ranks that ZeRO divides state over
     "gradient": ("replicate", "shard", "context"),  # ranks whose gradients of a replicated parameter are summed
+    "stage": ("replicate", "shard", "context", "tensor"),  # ranks that hold the same layers, or parts of them
 }
 
 
@@ -108,7 +109,7 @@ class Mesh:
         return Axis(name, flat.get_local_rank(), flat.size(), tuple(flat.mesh.tolist()), flat.get_group())
 
     def axis(self, name: str) -> Axis:
-        """The axis `name`: one of the five, a folded one ("data", "zero", "gradient"), or "world"."""
+        """The axis `name`: one of the five, a folded one ("data", "zero", "gradient", "stage"), or "world"."""
         return self._axes[name]
 
     def private_group(self, axis: Axis) -> dist.ProcessGroup | None:

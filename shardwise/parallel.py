@@ -16,9 +16,9 @@ from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk
 from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
 from shardwise.data_parallel.reducer import Reducer
-from shardwise.layout import share
+from shardwise.layout import Layout, share
 from shardwise.loss import Loss
-from shardwise.mesh import Mesh
+from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Microbatch, Runner
 from shardwise.pipeline_parallel.schedule import (
@@ -34,6 +34,7 @@ from shardwise.pipeline_parallel.schedule import (
 )
 from shardwise.pipeline_parallel.timeline import Event, Timeline
 from shardwise.plan import Plan
+from shardwise.tensor_parallel.division import Division
 
 
 class StepMetrics:
@@ -83,9 +84,10 @@ class Assembly:
     frozen: dict[str, nn.Parameter]
     persistent: dict[str, Tensor]  # buffers that belong to the state
     holders: dict[str, int]  # by name of parameter or buffer, the pipeline rank that answers for it
-    reducers: list[Reducer]
+    reducers: list[Reducer | Division]
     runner: Runner
     order: list[str]  # parameter names as the whole model registers them
+    layouts: dict[str, Layout]
     stage_parameters: list[list[str]]  # by stage, the names of its parameters
     local: Callable[[Batch], Batch]  # of a microbatch, the part this context rank computes
 
@@ -292,7 +294,7 @@ class Parallel:
         if self.schedule.asynchronous:
             chunk = self.chunks[action.chunk]
             square = chunk.buckets.wait()
-            scale = self._scale(square, "gradient")
+            scale = self._scale(square, "stage")
             # Every rank makes the same updates, so the last microbatch says how many there have been.
             step = int(self.step_count) + 1
             chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
@@ -378,6 +380,7 @@ class Parallel:
 
     def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         axis = self.mesh.axis("pipeline")
+        mine = {name: self._whole(tensor, self._assembly.layouts[name]) for name, tensor in mine.items()}
         facts = collectives.all_gather_object(
             {name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, axis
         )
@@ -395,15 +398,32 @@ class Parallel:
             found[name] = collectives.broadcast(tensor, axis, holder)
         return found
 
+    def _whole(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """A parameter's pieces on the tensor ranks, put together."""
+        axis = self.mesh.axis("tensor")
+        if axis.size == 1 or not layout.splits:
+            return tensor
+        found = torch.empty(layout.shape, dtype=tensor.dtype, device=tensor.device)
+        for rank in range(axis.size):
+            places = {axis.name: Axis(axis.name, rank, axis.size, axis.ranks)}
+            piece = tensor.detach().contiguous() if rank == axis.rank else tensor.new_empty(layout.local_shape(places))
+            collectives.broadcast(piece, axis, rank)
+            for source, target in layout.pieces(places):
+                source.of(found).copy_(target.of(piece))
+        return found
+
     def replicas_agree(self) -> str | None:
         """The name of the first parameter whose bits differ between data-parallel ranks or holders, None if there is none."""
         axis = self.mesh.axis("world")
-        mine = {entry.name: fingerprint(value) for _, entry, value in self._units()}
+        places = {name: self.mesh.axis(name) for name in ("context", "tensor")}
+        mine = {
+            (entry.name, tuple(source for source, _ in entry.layout.pieces(places))): fingerprint(value)
+            for _, entry, value in self._units()
+        }
         everyone = collectives.all_gather_object(mine, axis)
-        for name in self._assembly.order:
-            if len({other[name] for other in everyone if name in other}) > 1:
-                return name
-        return None
+        found: dict[object, str] = {}
+        odd = {piece[0] for other in everyone for piece, bits in other.items() if found.setdefault(piece, bits) != bits}
+        return next((name for name in self._assembly.order if name in odd), None)
 
     # The recorded timeline
 

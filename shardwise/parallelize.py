@@ -35,6 +35,9 @@ from shardwise.pipeline_parallel.stages import Part, Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
 from shardwise.tensor_parallel.context import divide
+from shardwise.tensor_parallel.division import Division, further_reducers, further_sum
+from shardwise.tensor_parallel.division import divide as divide_layers
+from shardwise.tensor_parallel.rules import Rules
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -53,6 +56,7 @@ def parallelize(
     overlap: bool = True,
     negotiate: str = "once",
     bucket_bytes: int = BUCKET_BYTES,
+    rules: Rules | None = None,
 ) -> Parallel:
     """Spread a model over the job's ranks. Collective: every rank calls it with the same arguments.
 
@@ -70,6 +74,8 @@ def parallelize(
         overlap: sum gradients while backward still runs.
         negotiate: "once" if what passes between stages depends on the inputs' shapes alone, "always" if it may change with their values.
         bucket_bytes: a bucket is closed once it holds so much.
+        rules: module-name pattern -> style, for plans with `tensor`: how layers are divided that neither our families' table nor the model's
+            own plan knows, or otherwise than these say; see `shardwise.tensor_parallel.rules`.
 
     Returns:
         the model's parallel form. The given model's modules become part of it; those of other pipeline ranks are let go of.
@@ -106,19 +112,28 @@ def parallelize(
     rank_of = {stage: schedule.owner(stage)[0] for stage in range(schedule.total_stages)}
     holders = {names[key]: rank_of[numbers[0]] for key, numbers in held_by.items()}
     mine = [stages[stage] for stage in schedule.placement[axis.rank]]
+    division = divide_layers(model, plan, mesh, rules) if plan.tensor > 1 else None
+    if division is not None:
+        loss = division.loss(loss)
+        for module in mine:
+            division.region.attend(module)
     context = divide(model, mine, mesh, plan.context_method) if plan.context > 1 else None
     stage_parameters = [[names[id(parameter)] for parameter in stage.parameters()] for stage in stages]
 
     # 2. Layouts and buckets
     main = Reducer(mesh, mesh.axis("gradient"), squares=clip is not None)
     ties = _tie_reducers(mesh, shared, rank_of, axis)
-    reducers = {"": [main], **{key: [main, *others] for key, others in ties.items()}}
+    layouts = {name: _layout_of(division, p) for name, p in model.named_parameters()}
+    parts = further_reducers(mesh, layouts.values()) if division is not None else {}
+    reducers = {
+        _sum_key(tie, part): [main, *ties.get(tie, ()), *((parts[part],) if part else ())] for tie in ("", *ties) for part in ("", *parts)
+    }
     decays = decay or (lambda name, parameter: parameter.ndim >= 2)
     owners = _owners(mine)
 
     def entry(parameter: nn.Parameter) -> Entry:
         name, key = names[id(parameter)], id(parameter)
-        layout = Layout(tuple(parameter.shape))
+        layout = layouts[name]
         places: dict[str, Axis] = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
         own = owners[key]
         ranks = _ranks_of(shared.get(key, []), rank_of)
@@ -127,9 +142,9 @@ def parallelize(
             layout,
             layout.local_shape(places),
             decay=decays(name, parameter),
-            direct=len(own) == 1 and key not in shared and is_direct(own[0][0]),
+            direct=len(own) == 1 and key not in shared and (is_direct(own[0][0]) or (division is not None and division.writes(own[0][0]))),
             counted=layout.counted_here(places, ("tensor",)) and (key not in shared or axis.rank == holders[name]),
-            extra=_tie_key(ranks) if len(ranks) > 1 else "",
+            extra=_sum_key(_tie_key(ranks) if len(ranks) > 1 else "", further_sum(layout)),
         )
 
     own_buckets = []
@@ -149,7 +164,7 @@ def parallelize(
             slots[item.name] = item.slot
             live[item.name] = _place(by_name[item.name], item, initial, seed, owners, mesh)
     frozen = {
-        name: _settle_frozen(name, parameter, initial, seed, owners, dtype, device)
+        name: _settle_frozen(name, parameter, layouts[name], initial, seed, owners, dtype, device, mesh)
         for name, parameter in by_name.items()
         if not parameter.requires_grad
     }
@@ -163,7 +178,7 @@ def parallelize(
     for number, (module, buckets) in enumerate(zip(mine, own_buckets, strict=True)):
         tape = Tape()
         chunk_slots = {name: slots[name] for name in (names_of(module, live)) if name in slots}
-        _attach(module, live, chunk_slots, tape, puts_off)
+        _attach(module, live, chunk_slots, tape, puts_off, division)
         own_names = [item.name for _, item in buckets]
         stage = schedule.placement[axis.rank][number]
         data_rank = mesh.axis("gradient").rank  # ranks whose positions or rows differ drop different ones
@@ -195,9 +210,10 @@ def parallelize(
         frozen,
         persistent,
         holders,
-        [main, *(other for others in ties.values() for other in others)],
+        [main, *(other for others in ties.values() for other in others), *parts.values(), *([division] if division is not None else [])],
         runner,
         order,
+        layouts,
         stage_parameters,
         context.local if context is not None else (lambda batch: batch),
     )
@@ -318,18 +334,22 @@ def _place(
 def _settle_frozen(
     name: str,
     parameter: nn.Parameter,
+    layout: Layout,
     initial: dict[str, Initial],
     seed: int,
     owners: dict[int, list[Owner]],
     dtype: torch.dtype,
     device: torch.device,
+    mesh: Mesh,
 ) -> nn.Parameter:
+    places = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
     kept = dtype if parameter.is_floating_point() else parameter.dtype
-    value = torch.empty(parameter.shape, dtype=kept, device=device)
+    value = torch.empty(layout.local_shape(places), dtype=kept, device=device)
     if parameter.is_meta:
-        draw(name, Layout(tuple(parameter.shape)), initial[name], seed, {}, value)
+        draw(name, layout, initial[name], seed, places, value)
     else:
-        value.copy_(parameter.detach())
+        for source, target in layout.pieces(places):
+            target.of(value).copy_(source.of(parameter.detach()))
     return _replace(parameter, value, owners[id(parameter)])
 
 
@@ -354,10 +374,14 @@ def _move_buffers(model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, d
     return found
 
 
-def _attach(root: nn.Module, live: dict[str, nn.Parameter], slots: dict[str, Slot], tape: Tape, puts_off: bool) -> None:
+def _attach(
+    root: nn.Module, live: dict[str, nn.Parameter], slots: dict[str, Slot], tape: Tape, puts_off: bool, division: Division | None
+) -> None:
     by_id = {id(live[name]): slot for name, slot in slots.items()}
     for module in root.modules():
         own = {name: by_id[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in by_id}
+        if division is not None and division.attach(module, own, tape):
+            continue
         if not own:
             continue
         if is_direct(module) and all(slot.direct for slot in own.values()):
@@ -370,6 +394,14 @@ def _attach(root: nn.Module, live: dict[str, nn.Parameter], slots: dict[str, Slo
 
 def _ranks_of(stages: Iterable[int], rank_of: dict[int, int]) -> tuple[int, ...]:
     return tuple(sorted({rank_of[stage] for stage in stages}))
+
+
+def _layout_of(division: Division | None, parameter: nn.Parameter) -> Layout:
+    return division.layout(parameter) if division is not None else Layout(tuple(parameter.shape))
+
+
+def _sum_key(*sums: str) -> str:
+    return " + ".join(filter(None, sums))
 
 
 def _tie_key(ranks: tuple[int, ...]) -> str:

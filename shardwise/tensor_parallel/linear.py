@@ -1,0 +1,193 @@
+"""Linear layers divided by their outputs or their inputs (Megatron-LM, arXiv 1909.08053, section 3).
+
+Weight gradients land in the bucket slots as those of any linear layer do, or are put off for a schedule's W; the sum of input gradients
+between the ranks runs while they are computed. With the sequence split, the stream is gathered before a column-divided layer and the
+sum behind a row-divided one is left divided; what is kept for backward is the rank's share, gathered again when it is needed
+(arXiv 2205.05198, section 4.2.2).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardwise.tensor_parallel.region import Landing, Region, product, rows_of
+
+
+class Columns:
+    """Linear layers with one input, each divided by its outputs: this rank computes its part of every output.
+
+    The layers are called one by one by the model's own code. The first call computes all of them, so that the input is gathered, and its
+    gradient summed, once; the others are handed what is there. A layer called with another input is computed anew, with all the others.
+
+    Args:
+        region: the tensor axis.
+        modules: the layers, which hold this rank's rows of their weights.
+    """
+
+    def __init__(self, region: Region, modules: Sequence[nn.Module]) -> None:
+        self.region = region
+        self.landings = [Landing(module) for module in modules]
+        self._input: Tensor | None = None
+        self._version = 0
+        self._grad = False
+        self._outputs: list[Tensor | None] = []
+        region.at_begin.append(self.forget)
+
+    def forget(self) -> None:
+        self._input, self._outputs = None, []
+
+    def __call__(self, position: int, x: Tensor) -> Tensor:
+        """Output of layer `position`: (B, S, H), or this rank's share of it, -> (B, S, out / R)."""
+        known = self._input is x and self._version == x._version and self._grad == torch.is_grad_enabled()
+        if not known or self._outputs[position] is None:
+            self._outputs = list(self._compute(x))
+            self._input, self._version, self._grad = x, x._version, torch.is_grad_enabled()
+        output = self._outputs[position]
+        self._outputs[position] = None
+        assert output is not None
+        if all(other is None for other in self._outputs):
+            self.forget()
+        return output
+
+    def _compute(self, x: Tensor) -> Sequence[Tensor]:
+        weights = [landing.parameter("weight") for landing in self.landings]
+        biases = [landing.parameter("bias") for landing in self.landings]
+        if torch.is_grad_enabled():
+            return _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-any-return]
+        whole = self.region.gather(x, self.region.length) if self.region.sequence else x
+        return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: Columns, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        region = columns.region
+        ctx.columns, ctx.length = columns, region.length
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        whole = region.gather(x, region.length) if region.sequence else x
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        region: Region = ctx.columns.region
+        landings: list[Landing] = ctx.columns.landings
+        num = len(landings)
+        flats = [None if grad is None else rows_of(grad) for grad in grads]
+        tape = landings[0].tape
+        wants_weights = [
+            flat is not None and (landing.direct("weight") is not None or needed)
+            for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[2 : 2 + num], strict=True)
+        ]
+        by_autograd = [w and landing.direct("weight") is None for w, landing in zip(wants_weights, landings, strict=True)]
+        now = any(by_autograd) or (any(wants_weights) and tape.record is None)
+        gathered = region.gather(x, ctx.length) if region.sequence and now else None
+
+        finish: Callable[[], Tensor] | None = None
+        if ctx.needs_input_grad[0]:
+            shape = list(x.shape)
+            if region.sequence:
+                shape[region.scatter] = ctx.length  # type: ignore[index]
+            buffer = region.exchange.buffer(tuple(shape), x)
+            total, first = buffer.view(-1, x.shape[-1]), True
+            for flat, weight in zip(flats, weights, strict=True):
+                if flat is not None:
+                    product(flat, weight, total, first)
+                    first = False
+            if first:
+                total.zero_()
+            finish = region.exchange.start_sum(buffer, region.scatter)
+
+        def land() -> None:
+            whole = gathered
+            if whole is None:
+                whole = region.gather(x, ctx.length) if region.sequence and any(wants_weights) else x
+            for flat, landing in zip(flats, landings, strict=True):
+                weight_slot, bias_slot = landing.direct("weight"), landing.direct("bias")
+                if flat is not None and weight_slot is not None:
+                    weight_slot.matmul(flat.t(), rows_of(whole))
+                if flat is not None and bias_slot is not None:
+                    bias_slot.add(flat.sum(0))
+
+        whole_x = x if gathered is None else gathered
+        for_autograd: list[Tensor | None] = [
+            flat.t() @ rows_of(whole_x) if own and flat is not None else None for own, flat in zip(by_autograd, flats, strict=True)
+        ]
+        for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[2 + num :], strict=True):
+            own = flat is not None and needed and landing.direct("bias") is None
+            for_autograd.append(flat.sum(0) if own and flat is not None else None)
+        if tape.record is None:
+            land()
+            return (finish() if finish is not None else None), None, *for_autograd
+        grad_x = finish() if finish is not None else None
+        tape.run(land)
+        return grad_x, None, *for_autograd
+
+
+class Row:
+    """A linear layer divided by its inputs: the ranks' products are summed, and the whole bias added once.
+
+    Args:
+        region: the tensor axis.
+        module: the layer, which holds this rank's columns of the weight and the whole bias.
+    """
+
+    def __init__(self, region: Region, module: nn.Module) -> None:
+        self.region = region
+        self.landing = Landing(module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(B, S, in / R) -> (B, S, out), or this rank's share of the sequence."""
+        weight, bias = self.landing.parameter("weight"), self.landing.parameter("bias")
+        if torch.is_grad_enabled():
+            return _Row.apply(x, weight, bias, self)  # type: ignore[no-any-return]
+        assert weight is not None
+        return _row_product(self.region, x, weight, bias)
+
+
+def _row_product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    buffer = region.exchange.buffer((*x.shape[:-1], weight.shape[0]), x)
+    torch.mm(rows_of(x), weight.detach().t(), out=buffer.view(-1, weight.shape[0]))
+    out = region.exchange.start_sum(buffer, region.scatter)()
+    return out if bias is None else out.add_(bias)
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
+        ctx.row, ctx.length = row, row.region.length
+        ctx.save_for_backward(x, weight)
+        return _row_product(row.region, x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        region: Region = ctx.row.region
+        landing: Landing = ctx.row.landing
+        weight_slot, bias_slot = landing.direct("weight"), landing.direct("bias")
+        flat = rows_of(region.gather(grad, ctx.length) if region.sequence else grad)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = (flat @ weight).view(x.shape) if needs_x else None
+
+        def land() -> None:
+            if weight_slot is not None:
+                weight_slot.matmul(flat.t(), rows_of(x))
+            if bias_slot is not None:
+                bias_slot.add(flat.sum(0))
+
+        if weight_slot is not None or bias_slot is not None:
+            landing.tape.run(land)
+        return (
+            grad_x,
+            flat.t() @ rows_of(x) if needs_weight and weight_slot is None else None,
+            flat.sum(0) if needs_bias and bias_slot is None else None,
+            None,
+        )

@@ -1,0 +1,99 @@
+"""What the tensor-parallel modules of a rank have in common."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import batch as batches
+from shardwise.collectives import Exchange
+from shardwise.gradient import Slot, Tape
+from shardwise.layout import share
+from shardwise.mesh import Axis
+
+# The stream between the divided layers is (batch, sequence, ...).
+SEQUENCE_DIM = 1
+
+
+class Region:
+    """The tensor axis as modules see it.
+
+    Args:
+        axis: the tensor axis.
+        sequence: whether the stream between the divided layers is split over the sequence.
+        exchange: sums and gathers over the axis.
+    """
+
+    def __init__(self, axis: Axis, sequence: bool, exchange: Exchange) -> None:
+        self.axis = axis
+        self.sequence = sequence
+        self.exchange = exchange
+        self.length = 0  # positions of the microbatch at hand, over all ranks
+        self.at_begin: list[Callable[[], None]] = []
+
+    def begin(self, inputs: Any) -> None:
+        """A microbatch's forward begins on a stage.
+
+        Raises:
+            ValueError: the sequence is split and no input says how long it is.
+        """
+        for forget in self.at_begin:
+            forget()
+        if not self.sequence:
+            return
+        long = [tensor for tensor in batches.tensors(inputs) if tensor.ndim > SEQUENCE_DIM]
+        if not long:
+            raise ValueError("plan.sequence splits dimension 1 of the inputs, and no input has one; set plan.sequence to false")
+        self.length = long[0].shape[SEQUENCE_DIM]
+
+    def attend(self, stage: nn.Module) -> None:
+        """Have `begin` called before every forward of a stage, which is called with (received, inputs)."""
+        stage.register_forward_pre_hook(lambda _, args: self.begin(args[1]))
+
+    @property
+    def scatter(self) -> int | None:
+        """The dimension along which sums are left divided: the sequence, or None."""
+        return SEQUENCE_DIM if self.sequence else None
+
+    def share(self) -> tuple[int, int]:
+        """The positions that are this rank's."""
+        return share(self.length, self.axis.rank, self.axis.size)
+
+    def gather(self, shard: Tensor, length: int) -> Tensor:
+        """The whole stream of `length` positions from the ranks' shares of it, without a gradient."""
+        return self.exchange.gather(shard, SEQUENCE_DIM, length)
+
+
+class Landing:
+    """Where the gradients of one divided module land: in its slots if it alone writes them, else with autograd."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.slots: dict[str, Slot] = {}
+        self.tape = Tape()
+
+    def attach(self, slots: dict[str, Slot], tape: Tape) -> None:
+        self.slots, self.tape = slots, tape
+
+    def direct(self, name: str) -> Slot | None:
+        """The slot that the module writes itself, if there is one."""
+        slot = self.slots.get(name)
+        return slot if slot is not None and slot.direct else None
+
+    def parameter(self, name: str) -> Tensor | None:
+        found = self.module._parameters.get(name)
+        return found
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """(..., H) as a matrix (N, H)."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def product(left: Tensor, right: Tensor, out: Tensor, first: bool) -> None:
+    """left @ right into `out`, or added to what is there if it is not the first."""
+    if first:
+        torch.mm(left, right, out=out)
+    else:
+        out.addmm_(left, right)
