@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, with what is needed to merge it with attention to others: each row's logsumexp.
+"""Attention of some queries to some keys, with each row's logsumexp, so that it can be merged with attention to others.
 
-FlashAttention-2 (arXiv 2307.08691, section 2): backward needs the output and logsumexp of the whole row alone, so a block's gradients can
-be computed from those of all blocks merged.
+FlashAttention-2 (arXiv 2307.08691, section 2): backward needs the output and logsumexp of the whole row alone, so a
+block's gradients can be computed from those of all blocks merged.
 """
 
 import torch
@@ -26,7 +26,7 @@ def forward(
         hidden: (B or 1, 1, S, T) bool, what a query does not see; a row may be hidden whole.
 
     Returns:
-        (B, N, S, E) and the logsumexp (B, N, S) of the scores, in float32 at least: -inf, beside an output of 0, for rows hidden whole.
+        (B, N, S, E) and the logsumexp (B, N, S) of the scores, in float32 at least; 0 and -inf for rows hidden whole.
     """
     if _is_fused(q, v):
         out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -64,16 +64,16 @@ def backward(
         q, k, v, scale, causal, hidden: as for `forward`.
     """
     if _is_fused(q, v):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             grad, q, k, v, out, total, 0.0, causal, attn_mask=_added(hidden, q.dtype), scale=scale
         )
-        return found  # type: ignore[no-any-return]
-    shared = (q.shape[1] // k.shape[1], k.shape[1])
+    num_shared = k.shape[1]
     dq, dk, dv = [], torch.zeros_like(k, dtype=total.dtype), torch.zeros_like(v, dtype=total.dtype)
     for start in range(0, q.shape[2], QUERIES):
         rows = slice(start, start + QUERIES)
-        part, slope, result = (t[:, :, rows].unflatten(1, shared[::-1]) for t in (q, grad, out))  # (B, K, G, s, D)
-        weights = (_scores(q, k, scale, causal, hidden, start) - total[:, :, rows].unflatten(1, shared[::-1])[..., None]).exp()
+        part, slope, result = (_grouped(t[:, :, rows], num_shared) for t in (q, grad, out))
+        scores = _scores(q, k, scale, causal, hidden, start)
+        weights = (scores - _grouped(total[:, :, rows], num_shared).unsqueeze(-1)).exp()
         dv += (weights.to(slope.dtype).transpose(-1, -2) @ slope).sum(2)
         inner = (slope @ v.unsqueeze(2).transpose(-1, -2)).to(weights.dtype)
         inner -= (slope.to(weights.dtype) * result).sum(-1, keepdim=True)
@@ -84,7 +84,7 @@ def backward(
 
 
 def merge(out: Tensor, total: Tensor, other: Tensor, other_total: Tensor) -> None:
-    """Add a block (other, other_total) to what was found for the same queries before, in place; no exponent is positive, so none overflows.
+    """Add a block to what was found for the same queries before, in place; nothing in it can overflow.
 
     Args:
         out, total: (B, N, S, E) and the logsumexp (B, N, S), finite.
@@ -99,16 +99,25 @@ def _is_fused(q: Tensor, v: Tensor) -> bool:
 
 
 def _added(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if hidden is None else torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    return (
+        None
+        if hidden is None
+        else torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    )
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, hidden: Tensor | None, start: int) -> Tensor:
-    """Scores of queries from `start` on, in float32 at least: (B, K, G, s, T)."""
-    part = q[:, :, start : start + QUERIES].unflatten(1, (k.shape[1], -1))
-    scores = (part @ k.unsqueeze(2).transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    """Scores of QUERIES queries from `start` on, in float32 at least: (B, K, N / K, s, T)."""
+    part = _grouped(q[:, :, start : start + QUERIES], k.shape[1])
+    scores: Tensor = (part @ k.unsqueeze(2).transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if causal:
         row = torch.arange(start, start + part.shape[3], device=q.device)[:, None]
         scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > row, float("-inf"))
     if hidden is not None:
         scores.masked_fill_(hidden[:, :, start : start + QUERIES].unsqueeze(2), float("-inf"))
     return scores
+
+
+def _grouped(heads: Tensor, num_shared: int) -> Tensor:
+    """(B, N, ...) as (B, K, N / K, ...): query heads by the key head they share."""
+    return heads.reshape(heads.shape[0], num_shared, heads.shape[1] // num_shared, *heads.shape[2:])

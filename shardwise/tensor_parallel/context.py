@@ -1,7 +1,8 @@
-"""Context parallelism: the sequence of every tensor is divided over the `context` axis, and attention alone looks across.
+"""Context parallelism: the sequence of every tensor is divided over the `context` axis; attention alone looks across.
 
-Each rank runs the whole model on its part of every sequence, with the positions that part has in the whole, and its part of the loss is
-the sum over its own targets. The modules that compute attention are replaced, by ring attention or by Ulysses.
+Each rank runs the whole model on its part of every sequence, with the positions that part has in the whole, and its
+part of the loss is the sum over its own targets. Modules that compute attention are replaced, by ring attention or by
+Ulysses.
 """
 
 import inspect
@@ -28,23 +29,25 @@ MIXING = (nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Transfo
 
 
 def attention_cores(model: nn.Module) -> list[str]:
-    """The paths of the modules that compute attention: those that the model's attribute `attention_cores` lists ("*" stands for any one name
-    of a path), else those called `attention.core`.
+    """The paths of the modules that compute attention: those that the model's attribute `attention_cores` lists ("*"
+    stands for any one name of a path), else those called `attention.core`.
 
-    Such a module is called as core(q, k, v) or core(q, k, v, documents), q (B, N, S, D), k and v (B, K, S, D), with K dividing N, and returns
-    (B, N, S, D); it has no parameters. Attributes `window`, `scale` and `dropout` say what ring attention has to do.
+    Such a module is called as core(q, k, v) or core(q, k, v, documents), q (B, N, S, D), k and v (B, K, S, D), with K
+    dividing N, and returns (B, N, S, D); it has no parameters. Its attributes `window`, `scale` and `dropout`, where it
+    has them, say what ring attention has to do.
 
     Raises:
         ValueError: there is none, or a listed path does not exist.
     """
-    paths = [name for name, _ in model.named_modules()]
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     listed: Iterable[str] | None = getattr(model, "attention_cores", None)
     if listed is None:
         found = [path for path in paths if path.split(".")[-2:] == ["attention", "core"]]
         if not found:
             raise ValueError(
-                f"{type(model).__name__} does not say which of its modules compute attention; give it an attribute `attention_cores` with "
-                'their paths, such as ["layers.*.attention.inner"], each called as (q, k, v, documents) and without parameters'
+                f"{type(model).__name__} does not say which of its modules compute attention; give it an attribute "
+                '`attention_cores` with their paths, such as ["layers.*.attention.inner"], each called as '
+                "(q, k, v, documents) and without parameters"
             )
         return found
     found = []
@@ -71,7 +74,8 @@ def check(model: nn.Module, method: str) -> None:
         core = model.get_submodule(path)
         if next(core.parameters(), None) is not None or next(core.buffers(), None) is not None:
             raise ValueError(
-                f"attention module {path!r} of {name} has parameters or buffers; name the module inside that computes softmax(q k) v alone"
+                f"attention module {path!r} of {name} has parameters or buffers; name the module inside that computes "
+                "softmax(q k) v alone"
             )
         if method == "ring":
             _check_ring(path, core)
@@ -81,14 +85,14 @@ def check(model: nn.Module, method: str) -> None:
             continue
         if isinstance(module, MIXING):
             raise ValueError(
-                f"module {path!r} is a {type(module).__name__}, which looks across positions that lie on different ranks; "
-                "set plan.context = 1"
+                f"module {path!r} is a {type(module).__name__}, which looks across positions that lie on different "
+                "ranks; set plan.context = 1"
             )
         scaling = getattr(getattr(module, "rope", None), "scaling", None)
         if getattr(scaling, "kind", None) == "dynamic":
             raise ValueError(
-                f"module {path!r} has dynamic rotary scaling, whose angles depend on the length of the whole sequence, which no rank's "
-                'positions show; use model.rope_scaling kind "yarn" or "llama3", or set plan.context = 1'
+                f"module {path!r} has dynamic rotary scaling, whose angles depend on the length of the whole sequence, "
+                "which no rank's positions show; set model.rope_scaling.kind to yarn or llama3, or plan.context to 1"
             )
 
 
@@ -101,8 +105,8 @@ def _check_ring(path: str, core: nn.Module) -> None:
         )
     if not _is_causal_attention(core):
         raise ValueError(
-            f"attention module {path!r} does not compute causal softmax attention of its `window` and `scale`, which is what ring attention "
-            'puts in its place; set plan.context_method = "ulysses"'
+            f"attention module {path!r} does not compute causal softmax attention of its `window` and `scale`, which "
+            'is what ring attention puts in its place; set plan.context_method = "ulysses"'
         )
 
 
@@ -129,8 +133,8 @@ def _positions_name(model: nn.Module) -> str:
         if name in parameters:
             return name
     raise ValueError(
-        f"{type(model).__name__}.forward takes no `positions`, so each rank's part of a sequence would seem to begin at 0; "
-        "give it an argument positions=None, (B, S), or set plan.context = 1"
+        f"{type(model).__name__}.forward takes no `positions`, so each rank's part of a sequence would seem to begin "
+        "at 0; give it an argument positions=None, (B, S), or set plan.context = 1"
     )
 
 
@@ -157,16 +161,16 @@ class Context:
         inputs, targets = batch
         if not isinstance(inputs, dict):
             raise ValueError(
-                f"plan.context adds {self._positions!r} to a model's inputs, which must be a dict of named tensors, not a "
-                f"{type(inputs).__name__}; name them as the model's forward does"
+                f"plan.context adds {self._positions!r} to a model's inputs, which must be a dict of named tensors, "
+                f"not a {type(inputs).__name__}; name them as the model's forward does"
             )
         lengths = {tuple(leaf.shape[1:2]) for leaf in batches.tensors(batch)}
         if len(lengths) != 1 or () in lengths:
             shapes = {name: tuple(leaf.shape) for name, leaf in inputs.items() if isinstance(leaf, Tensor)}
             of_targets = [tuple(leaf.shape) for leaf in batches.tensors(targets)]
             raise ValueError(
-                f"plan.context divides dimension 1 of every tensor of a batch, which must be the sequence; inputs are {shapes} and targets "
-                f"{of_targets}: leave out what has no sequence, or set plan.context = 1"
+                f"plan.context divides dimension 1 of every tensor of a batch, which must be the sequence; inputs are "
+                f"{shapes} and targets {of_targets}: leave out what has no sequence, or set plan.context = 1"
             )
         ((length,),) = lengths
         zigzag = Zigzag(length, self.axis.size)
@@ -192,6 +196,13 @@ class Context:
         self._current = self._spreads[arguments[1][self._positions]]
 
 
+def _divided(core: nn.Module, context: Context, method: str) -> nn.Module:
+    if method == "ulysses":
+        return UlyssesAttention(core, context.axis, context.current)
+    window = int(getattr(core, "window", 0) or 0)
+    return RingAttention(context.axis, context.current, window, getattr(core, "scale", None))
+
+
 def divide(model: nn.Module, stages: Iterable[nn.Module], mesh: Mesh, method: str) -> Context:
     """Replace the attention modules of this rank's stages. Collective over the job.
 
@@ -212,16 +223,14 @@ def divide(model: nn.Module, stages: Iterable[nn.Module], mesh: Mesh, method: st
     except ValueError as error:
         raise ValueError(f"plan.context: {error}") from None
     context = Context(mesh, _positions_name(model))
-    for path in attention_cores(model):
+    # All first: the same module may stand in several places.
+    cores = [(path, model.get_submodule(path)) for path in attention_cores(model)]
+    fresh: dict[nn.Module, nn.Module] = {}
+    for path, core in cores:
+        if core not in fresh:
+            fresh[core] = _divided(core, context, method)
         parent, _, name = path.rpartition(".")
-        core = model.get_submodule(path)
-        fresh: nn.Module
-        if method == "ring":
-            window = int(getattr(core, "window", 0) or 0)
-            fresh = RingAttention(context.axis, context.current, window, getattr(core, "scale", None))
-        else:
-            fresh = UlyssesAttention(core, context.axis, context.current)
-        setattr(model.get_submodule(parent), name, fresh)
+        setattr(model.get_submodule(parent), name, fresh[core])
     for stage in stages:
         stage.register_forward_pre_hook(context.enter)
     return context

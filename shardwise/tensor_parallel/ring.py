@@ -1,7 +1,8 @@
-"""Ring attention (arXiv 2310.01889): keys and values travel round the context axis while each rank attends to those it has.
+"""Ring attention (arXiv 2310.01889): keys and values travel round the context axis, past every rank's queries.
 
-Backward sends them round again, and behind them the gradients that each rank adds to, until these come home. With the zigzag order every
-rank needs the same half of each block that arrives; blocks that causality, a window or documents leave empty are not computed.
+Backward sends them round again, and behind them the gradients that each rank adds to, until these come home. In the
+zigzag order every rank needs half of each block that arrives. Blocks that causality, a window or documents leave empty
+are not computed.
 """
 
 import math
@@ -45,7 +46,7 @@ class Shift:
 
 
 class Block(NamedTuple):
-    """What a rank computes with the keys and values of one rank: which of its queries, which of the keys, and what is hidden."""
+    """What a rank computes with the keys of one rank: which of its queries, which of the keys, and what is hidden."""
 
     queries: slice
     keys: slice
@@ -217,7 +218,7 @@ def ring_attention(
         (B, N, S of this rank, E).
     """
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _RingAttention.apply(q, k, v, axis, spread, window, factor)  # type: ignore[no-any-return]
+    return _RingAttention.apply(q, k, v, axis, spread, window, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class RingAttention(nn.Module):

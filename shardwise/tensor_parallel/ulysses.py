@@ -1,4 +1,4 @@
-"""Ulysses attention (arXiv 2309.14509, section 3): two all-to-alls, between which a rank has whole sequences of some of the heads."""
+"""Ulysses attention (arXiv 2309.14509, section 3): between two all-to-alls a rank has whole sequences of some heads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +31,9 @@ def _exchange(flat: Tensor, sizes: list[int], received_sizes: list[int], axis: A
     return received
 
 
-def all_to_all(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], axis: Axis) -> list[list[Tensor]]:
+def all_to_all(
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], axis: Axis
+) -> list[list[Tensor]]:
     """Send each rank some tensors, in one message. Differentiable; collective over the axis.
 
     Args:
@@ -45,13 +47,13 @@ def all_to_all(parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequ
     sizes = [sum(part.numel() for part in some) for some in parts]
     numels = [[torch.Size(shape).numel() for shape in some] for some in shapes]
     flat = torch.cat([part.reshape(-1) for some in parts for part in some])
-    received = _AllToAll.apply(flat, sizes, [sum(some) for some in numels], axis)
+    received = _AllToAll.apply(flat, sizes, [sum(some) for some in numels], axis)  # type: ignore[no-untyped-call]
     pieces = iter(received.split([numel for some in numels for numel in some]))
     return [[next(pieces).view(tuple(shape)) for shape in some] for some in shapes]
 
 
 class UlyssesAttention(nn.Module):
-    """Runs an attention module (q, k, v, documents) -> y, whose heads do not depend on each other, on whole sequences of its heads' shares.
+    """Runs an attention module (q, k, v, documents) -> y, whose heads do not depend on each other, on whole sequences.
 
     Args:
         core: the module.
@@ -76,15 +78,16 @@ class UlyssesAttention(nn.Module):
             (B, N, S of this rank, E).
 
         Raises:
-            ValueError: the ranks do not divide the N heads, the lengths are not those of this rank's part, or the batch has no documents.
+            ValueError: the ranks do not divide the N heads, the lengths are not those of this rank's part, or the batch
+                has no documents.
         """
         axis = self.axis
         spread = local(self._current(), axis, q, k, documents)
         num_heads, num_shared = q.shape[1], k.shape[1]
         if num_heads % axis.size:
             raise ValueError(
-                f'plan.context_method = "ulysses" gives each rank whole heads, and {axis.size} ranks do not divide {num_heads}; use "ring", '
-                "or a plan.context that divides them"
+                f'plan.context_method = "ulysses" gives each rank whole heads, and {axis.size} ranks do not divide '
+                f'{num_heads}; use "ring", or a plan.context that divides them'
             )
         share = num_heads // axis.size
         group = num_heads // num_shared
@@ -92,7 +95,9 @@ class UlyssesAttention(nn.Module):
         read = [slice(rank * share // group, ((rank + 1) * share - 1) // group + 1) for rank in range(axis.size)]
         count = [spread.zigzag.count(rank) for rank in range(axis.size)]
         here, num_read = q.shape[2], read[axis.rank].stop - read[axis.rank].start
-        parts = [(q[:, rank * share : (rank + 1) * share], k[:, read[rank]], v[:, read[rank]]) for rank in range(axis.size)]
+        parts = [
+            (q[:, rank * share : (rank + 1) * share], k[:, read[rank]], v[:, read[rank]]) for rank in range(axis.size)
+        ]
         shapes = [
             tuple((len(q), heads, length, t.shape[3]) for t, heads in ((q, share), (k, num_read), (v, num_read)))
             for length in count

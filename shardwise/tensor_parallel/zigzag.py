@@ -1,7 +1,7 @@
-"""How a sequence lies on the ranks of the context axis: in pieces, two a rank, such that causal attention is the same work for all.
+"""How a sequence lies on the ranks of the context axis, such that causal attention is the same work for all.
 
-A query at position i has i + 1 keys, so consecutive shares would leave the last rank with most of the work. Of 2R pieces in order,
-rank r has pieces r and 2R - 1 - r (the zigzag order of Llama 3, arXiv 2407.21783, section 3.3.2).
+A query at position i has i + 1 keys, so consecutive shares would leave the last rank with most of the work. Of 2R
+pieces in order, rank r has pieces r and 2R - 1 - r (Llama 3, arXiv 2407.21783, section 3.3.2).
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class Spread:
 
     @cached_property
     def _extremes(self) -> tuple[Tensor, Tensor]:
-        """Smallest and largest document id of each piece, (B, 2R) on the CPU: which blocks need a mask, and which nothing at all."""
+        """Smallest and largest document id of each piece, (B, 2R) on the CPU."""
         assert self.documents is not None
         kept = self.documents.cpu()
         low = torch.full((len(kept), 2 * self.zigzag.size), torch.iinfo(torch.int64).max)
@@ -81,7 +81,7 @@ class Spread:
         return low, high
 
     def documents_meet(self, some: Sequence[int], others: Sequence[int]) -> tuple[bool, bool]:
-        """Whether any row may have a document in both sets of pieces (by number), and whether all rows have one alone in both."""
+        """Whether any row may have a document in both sets of pieces (by number); whether all rows have one alone."""
         if self.documents is None:
             return True, True
         low, high = self._extremes
@@ -101,12 +101,13 @@ def local(spread: Spread, axis: Axis, q: Tensor, k: Tensor, documents: Tensor | 
     expected = spread.zigzag.count(axis.rank)
     if q.shape[2] != expected or k.shape[2] != expected:
         raise ValueError(
-            f"plan.context: attention was called with {q.shape[2]} queries and {k.shape[2]} keys where this rank has {expected} of "
-            f"{spread.zigzag.length} positions; the model must keep the sequence's length, or set plan.context = 1"
+            f"plan.context: attention was called with {q.shape[2]} queries and {k.shape[2]} keys where this rank has "
+            f"{expected} of {spread.zigzag.length} positions; the model must keep the sequence's length, or set "
+            "plan.context = 1"
         )
     if documents is not None and spread.documents is None:
         raise ValueError(
-            "plan.context: attention was called with documents that are not in the batch, so those of the other ranks are not known; "
-            'give them as the input "documents" (B, S)'
+            "plan.context: attention was called with documents that are not in the batch, so those of the other ranks "
+            'are not known; give them as the input "documents" (B, S)'
         )
     return spread if documents is not None else spread.undivided()
