@@ -113,6 +113,11 @@ class HostLink:
             peer.settimeout(PATIENCE_SECONDS)
         return HostLink(axis, dict(sorted(peers.items())))
 
+    @property
+    def sockets(self) -> dict[int, socket.socket]:
+        """By rank along the axis, the socket to it, for a link that is used for nothing else."""
+        return self._peers
+
     def wait_for_all(self) -> None:
         """Return once every rank has called this as often as this rank has.
 

@@ -484,9 +484,10 @@ class Parallel:
         stamps.clear()
 
     def close(self) -> None:
-        """Stop background threads; the model stays usable, the job does not go on."""
+        """Stop background threads and close connections; the model stays usable, the job does not go on."""
         for reducer in self._assembly.reducers:
             reducer.close()
+        self._runner.wire.close()
 
 
 def fingerprint(tensor: Tensor) -> str:

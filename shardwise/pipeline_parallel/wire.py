@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.mesh import Axis
+from shardwise.pipeline_parallel import post
+from shardwise.pipeline_parallel.post import Wait
 from shardwise.pipeline_parallel.schedule import Kind
 
 # A message's tag says which microbatch, boundary and direction it belongs to, and which tensor of it this is.
@@ -58,18 +59,15 @@ class Spec:
 
 
 class Incoming:
-    """A message on its way: buffers that are being filled."""
+    """A message on its way."""
 
-    def __init__(self, spec: Spec | None, buffers: list[Tensor], works: list[dist.Work]) -> None:
+    def __init__(self, spec: Spec | None, tensors: Sequence[Wait]) -> None:
         self.spec = spec
-        self._buffers = buffers
-        self._works = works
+        self._tensors = tensors
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they are there."""
-        for work in self._works:
-            work.wait()
-        return self._buffers
+        return [wait() for wait in self._tensors]
 
 
 class Wire:
@@ -89,7 +87,7 @@ class Wire:
         self.num_boundaries = max(1, num_boundaries)
         self.negotiate = negotiate
         self._known: dict[tuple[int, Any], Spec] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._post = post.connect(axis, device)
 
     def known(self, boundary: int, signature: Any) -> Spec | None:
         """What activations across `boundary` consist of for inputs of these shapes, if it is known without asking."""
@@ -129,7 +127,7 @@ class Wire:
     def send_tensors(self, kind: Kind, microbatch: int, boundary: int, peer: int, tensors: Sequence[Tensor]) -> None:
         """Send tensors whose shapes the receiver knows; does not wait."""
         for item, tensor in enumerate(tensors):
-            self._send(tensor.contiguous(), peer, self._tag(kind, microbatch, boundary, item))
+            self._send(tensor, peer, self._tag(kind, microbatch, boundary, item))
 
     def receive_activation(
         self, microbatch: int, boundary: int, peer: int, signature: Any, ahead: bool
@@ -140,10 +138,10 @@ class Wire:
         if spec is None:
             if ahead:
                 return None
-            length = torch.zeros(1, dtype=torch.int64)
-            self._receive(length, peer, self._tag(Kind.F, microbatch, boundary, _HEADER_LENGTH)).wait()
-            header = torch.empty(int(length), dtype=torch.uint8)
-            self._receive(header, peer, self._tag(Kind.F, microbatch, boundary, _HEADER)).wait()
+            cpu = torch.device("cpu")
+            tags = [self._tag(Kind.F, microbatch, boundary, item) for item in (_HEADER_LENGTH, _HEADER)]
+            length = int(self._post.receive((1,), torch.int64, cpu, peer, tags[0])())
+            header = self._post.receive((length,), torch.uint8, cpu, peer, tags[1])()
             spec = pickle.loads(header.numpy().tobytes())
             assert isinstance(spec, Spec)
             self._known[boundary, signature] = spec
@@ -159,23 +157,25 @@ class Wire:
         spec: Spec | None = None,
     ) -> Incoming:
         """Begin to receive tensors of known shapes."""
-        buffers = [torch.empty(item.shape, dtype=item.dtype, device=self.device) for item in specs]
-        works = [
-            self._receive(buffer, peer, self._tag(kind, microbatch, boundary, item))
-            for item, buffer in enumerate(buffers)
-            if buffer.numel()
-        ]
-        return Incoming(spec, buffers, works)
+        return Incoming(
+            spec,
+            [
+                self._receive(item, peer, self._tag(kind, microbatch, boundary, number))
+                for number, item in enumerate(specs)
+            ],
+        )
 
     def prune(self) -> None:
-        """Let go of what has been sent."""
-        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+        """Let go of what has been sent, and of what is no longer used of what was received."""
+        self._post.prune()
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
+        self._post.flush()
+
+    def close(self) -> None:
+        """No message follows."""
+        self._post.close()
 
     def _tag(self, kind: Kind, microbatch: int, boundary: int, item: int) -> int:
         message = (microbatch % _MICROBATCHES * self.num_boundaries + boundary) * 2 + (kind is Kind.B)
@@ -183,14 +183,12 @@ class Wire:
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> None:
         if tensor.numel():
-            work = dist.isend(tensor, self.axis.ranks[peer], group=self.axis.group, tag=tag)
-            assert work is not None
-            self._sending.append((work, tensor))
+            self._post.send(tensor, peer, tag)
 
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, self.axis.ranks[peer], group=self.axis.group, tag=tag)
-        assert work is not None
-        return work
+    def _receive(self, spec: TensorSpec, peer: int, tag: int) -> Wait:
+        if 0 in spec.shape:
+            return lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        return self._post.receive(spec.shape, spec.dtype, self.device, peer, tag)
 
 
 def _describe(spec: Spec) -> str:
