@@ -137,8 +137,9 @@ def verify(
 ) -> None:
     """Compare a plan with one device: loss, every gradient and every parameter. Exits with 1 on a mismatch.
 
-    Both sides start from the same weights and train on the same random batches, dropout off: the plan on as many processes as it has
-    ranks, in float64 unless plan.precision is a lower one, and the reference in one process with no technique.
+    Both sides start from the same weights and train on the same random batches, dropout off: the plan on as many
+    processes as it has ranks, in float64 unless plan.precision is a lower one, and the reference in one process with
+    no technique.
 
     Examples:
 

@@ -113,8 +113,9 @@ def _explain(key: str, detail: ErrorDetails) -> Problem:
         shown = not isinstance(value, str | int | float) or str(value) in reason
         return Problem(key, reason if shown else f"{_shown(value)}: {reason}", mend)
     if detail["type"] == "missing":
-        listed = isinstance(detail["loc"][-1], int)
-        return Problem(key, "has too few values" if listed else "has no value", "give them all" if listed else "give it")
+        if isinstance(detail["loc"][-1], int):
+            return Problem(key, "has too few values", "give them all")
+        return Problem(key, "has no value", "give it")
     if detail["type"] == "literal_error":
         expected = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         near = nearest(str(value), expected)
