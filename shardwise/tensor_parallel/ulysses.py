@@ -107,7 +107,8 @@ class UlyssesAttention(nn.Module):
         index = [(axis.rank * share + head) // group - read[axis.rank].start for head in range(share)]
         if share % num_read or index != [head * num_read // share for head in range(share)]:
             keys, values = keys[:, index], values[:, index]
-        y = self.core(queries, keys, values, spread.documents)  # (B, N / R, S, E)
+        others = () if spread.documents is None else (spread.documents,)
+        y = self.core(queries, keys, values, *others)  # (B, N / R, S, E)
         back = all_to_all(
             [(spread.zigzag.take(y, rank, dim=2),) for rank in range(axis.size)],
             [((len(q), share, here, v.shape[3]),)] * axis.size,
