@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data_parallel.buckets import Buckets, Entry
+from shardwise.data_parallel.buckets import Bucket, Buckets
+from shardwise.data_parallel.units import Units
 from shardwise.gradient import Tape, hook
+from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Half
 
@@ -37,6 +39,7 @@ class ModelChunk:
         tape: where the modules' weight gradients are put off.
         overlap: whether sums start while backward still runs.
         seeds: microbatch -> seed of the random numbers of its forward.
+        splits: by name, the axes that layouts divide parameters over.
         version_of: microbatch -> the weight version it uses, for asynchronous schedules.
     """
 
@@ -50,6 +53,7 @@ class ModelChunk:
         tape: Tape,
         overlap: bool,
         seeds: Callable[[int], int],
+        splits: dict[str, Axis],
         version_of: Callable[[int], int] | None,
     ) -> None:
         self.module = module
@@ -60,6 +64,8 @@ class ModelChunk:
         self._owners = owners
         self._tape = tape
         self._seeds = seeds
+        self._splits = splits
+        self._units = Units(module, buckets)
         self._version_of = version_of
         self._put_off: dict[int, list[Callable[[], None]]] = {}
         self._next_microbatch = 0
@@ -79,14 +85,19 @@ class ModelChunk:
             self._next_microbatch = microbatch + 1
         if self.module.training:
             torch.manual_seed(self._seeds(microbatch))
-        return self.module(received, inputs)
+        with self._units.running():
+            return self.module(received, inputs)
 
     def begin_backward(self, half: Half) -> None:
         for buckets in (self.buckets, *self._shared):
             if buckets.spent:
                 buckets.begin()
-        if half.last_backward or half.last_weights:
+        if self.buckets.every_microbatch and not self.buckets.puts_off:
+            self.buckets.last(half.backward, half.weights)
+        elif not self.buckets.every_microbatch and (half.last_backward or half.last_weights):
             self.buckets.last(half.last_backward, half.last_weights)
+        if half.backward:
+            self._units.begin_backward()
         self._tape.record = None if half.weights else self._put_off.setdefault(half.microbatch, [])
 
     def end_backward(self, half: Half) -> None:
@@ -98,7 +109,9 @@ class ModelChunk:
         if half.weights:
             for version in self._versions.values():
                 version.users.discard(half.microbatch)
-        if half.last_weights:
+        if half.backward:
+            self._units.end_backward()
+        if half.last_weights or (half.weights and self.buckets.every_microbatch):
             self.buckets.flush(self.overlap)
 
     # The engine's side
@@ -119,7 +132,8 @@ class ModelChunk:
             for number in [n for n in self._versions if n < min(oldest, self.current) and not self._versions[n].users]:
                 self._spare.append(self._versions.pop(number))
         if apply:
-            self.buckets.update(optimizer, lr, step, scale, lambda bucket: version.values[id(bucket)])
+            own = (lambda bucket: bucket.own) if self._version_of is None else (lambda bucket: version.values[id(bucket)])
+            self.buckets.update(optimizer, lr, step, scale, own, self._splits)
         self.buckets.spent = True
 
     def settle(self) -> None:
@@ -136,11 +150,11 @@ class ModelChunk:
         self._bound = -1
         self._bind(0)
 
-    def values(self) -> Iterator[tuple[Entry, Tensor]]:
-        """Every own parameter's newest value, in its shape."""
+    def values(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Every bucket with its newest values (at stage 3 without memory unless gathered)."""
         version = self._versions[self.current]
-        for bucket, entry in self.buckets:
-            yield entry, bucket.view(version.values[id(bucket)], entry)
+        for bucket in self.buckets.buckets:
+            yield bucket, version.values[id(bucket)]
 
     @property
     def num_versions(self) -> int:

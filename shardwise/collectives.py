@@ -46,6 +46,42 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     return found
 
 
+def reduce_scatter(flat: Tensor, axis: Axis) -> Tensor:
+    """Sum `flat` (N,), N a multiple of the axis, over its ranks; returns this rank's N / size elements.
+
+    gloo's own reduce-scatter takes three times as long as an all-to-all and a local sum (2 ranks, 64 MB: 148 against 44 ms).
+    """
+    parts = flat.view(axis.size, -1)
+    if axis.size == 1:
+        return parts[0]
+    if flat.device.type != "cpu":
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(out, flat, group=axis.group)
+        return out
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received.view(-1), flat, group=axis.group)
+    return received.sum(0)
+
+
+def all_gather(own: Tensor, full: Tensor, axis: Axis) -> None:
+    """Fill `full` (N,) with every rank's `own` (N / size,), which may be a part of it.
+
+    On gloo a broadcast from every rank in turn is faster than the all-gather (2 ranks, 64 MB: 50 against 130 ms).
+    """
+    parts = full.view(axis.size, -1)
+    if parts[axis.rank].data_ptr() != own.data_ptr():
+        parts[axis.rank].copy_(own)
+    if axis.size == 1:
+        return
+    if full.device.type != "cpu":
+        dist.all_gather_into_tensor(full, own, group=axis.group)
+        return
+    works = [dist.broadcast(parts[r], axis.ranks[r], group=axis.group, async_op=True) for r in range(axis.size)]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
     """Copy `tensor` from the rank at position `source` along `axis` to all others, in place. Returns the tensor."""
     if axis.size > 1:
@@ -176,26 +212,27 @@ class HostMemory:
             self.tensors.append(torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype))
         self.mine = self.tensors[link.axis.rank]
 
-    def all_reduce(self) -> float:
-        """Sum over the ranks, in place on all of them, in the order of ranks: the same bits everywhere.
+    def sum_into(self, start: int, stop: int, targets: list[Tensor], add: bool = False) -> None:
+        """Sum elements `start` to `stop` over all ranks, in the order of ranks: the same bits wherever they are computed.
 
-        Returns:
-            the sum of squares of this rank's share of the result; over all ranks these make the square of its norm.
+        Every rank calls this, with ranges of its own. It returns when all ranks are done with each other's memory.
+
+        Args:
+            targets: where the sums go, each (stop - start,); may be parts of the ranks' own tensors.
+            add: whether to add to the targets instead of overwriting them.
         """
         self.link.wait_for_all()
-        start, stop = share(self.mine.numel(), self.link.axis.rank, self.link.axis.size)
-        square = 0.0
         total = torch.empty(min(CACHE_ELEMENTS, max(0, stop - start)), dtype=self.mine.dtype)
         for low in range(start, stop, CACHE_ELEMENTS):
-            parts = [tensor[low : min(low + CACHE_ELEMENTS, stop)] for tensor in self.tensors]
-            block = torch.add(parts[0], parts[1], out=total[: parts[0].numel()])
+            high = min(low + CACHE_ELEMENTS, stop)
+            parts = [tensor[low:high] for tensor in self.tensors]
+            block = torch.add(parts[0], parts[1], out=total[: high - low])
             for part in parts[2:]:
                 block.add_(part)
-            for part in parts:
-                part.copy_(block)
-            square += float(torch.dot(block, block))
+            for target in targets:
+                place = target[low - start : high - start]
+                place.add_(block) if add else place.copy_(block)
         self.link.wait_for_all()
-        return square
 
 
 class Exchange:
@@ -331,7 +368,7 @@ class Exchange:
 
 
 def sum_of_squares(tensor: Tensor) -> float:
-    """The sum of squares of a flat tensor, added up by blocks as `HostMemory.all_reduce` does."""
+    """The sum of squares of a flat tensor, added up by blocks."""
     return math.fsum(float(torch.dot(part, part)) for part in torch.split(tensor, CACHE_ELEMENTS))
 
 

@@ -41,47 +41,71 @@ class Slot:
 
     Args:
         name: the parameter's name.
-        view: the memory, in the parameter's local shape.
-        direct: True if every contribution is written by the module that owns the parameter, so the memory needs no zero
-            fill.
+        direct: True if every contribution is written by the module that owns the parameter, so the memory needs no zero fill.
         on_landing: called after every contribution.
+        view: the memory, in the parameter's local shape; None if it is there only while gradients land.
+        find: makes `view` be there, for memory that comes and goes.
     """
 
-    __slots__ = ("direct", "expected", "fresh", "landed", "name", "on_landing", "view")
+    __slots__ = ("direct", "expected", "find", "fresh", "landed", "name", "on_landing", "view")
 
-    def __init__(self, name: str, view: Tensor, direct: bool, on_landing: Callable[["Slot"], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        direct: bool,
+        on_landing: Callable[["Slot"], None],
+        view: Tensor | None = None,
+        find: Callable[["Slot"], None] | None = None,
+    ) -> None:
+        assert (view is None) != (find is None)
         self.name = name
         self.view = view
+        self.find = find
         self.direct = direct
         self.on_landing = on_landing
-        self.fresh = True  # nothing has been written since the step began
+        self.fresh = True  # nothing has been written since the memory was made, or the step began
         self.landed = 0  # contributions since the last microbatch's backward began
         self.expected = -1  # contributions a microbatch makes; learnt in the first step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slot":
         return self  # the memory is the engine's, not the module's
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether autograd may add to the view in place: it is always there, and begins as zeros."""
+        return not self.direct and self.find is None
+
+    def _memory(self) -> Tensor:
+        if self.view is None:
+            assert self.find is not None
+            self.find(self)
+        assert self.view is not None
+        return self.view
+
     def matmul(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right."""
+        view = self._memory()
         if self.fresh:
-            torch.mm(left, right, out=self.view)
+            torch.mm(left, right, out=view)
         else:
-            self.view.addmm_(left, right)
+            view.addmm_(left, right)
         self._written()
 
     def add(self, value: Tensor) -> None:
         """Add `value`."""
+        view = self._memory()
         if self.fresh:
-            self.view.copy_(value)
+            view.copy_(value)
         else:
-            self.view.add_(value)
+            view.add_(value)
         self._written()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Add row i of `rows` (N, H) to row index[i] of the view."""
+        view = self._memory()
         if self.fresh:
-            self.view.zero_()
-        self.view.index_add_(0, index, rows)
+            view.zero_()
+        view.index_add_(0, index, rows)
         self._written()
 
     def _written(self) -> None:
@@ -89,17 +113,17 @@ class Slot:
         self.on_landing(self)
 
     def begin(self) -> None:
-        """A new step: forget the last one's gradient."""
+        """A new sum: forget the last one's gradient."""
         self.fresh = True
-        if not self.direct:
+        if self.accumulates:
+            assert self.view is not None
             self.view.zero_()
             self.fresh = False
 
     def complete(self) -> None:
-        """The step's last backward is over: a parameter nothing contributed to has a gradient of zero, not a missing
-        one."""
+        """Nothing more will land: a parameter nothing contributed to has a gradient of zero, not a missing one."""
         if self.fresh:
-            self.view.zero_()
+            self._memory().zero_()
             self.fresh = False
 
 
@@ -259,18 +283,18 @@ def _apart(self: Any, *given: Any, **named: Any) -> Any:
 
 
 def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
-    """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place, or, for a direct slot,
-    as a stray contribution."""
-    parameter.grad = None if slot.direct else slot.view
+    """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place where that can be, else as a contribution."""
+    if slot.accumulates:
+        parameter.grad = slot.view
 
     def accumulated(parameter: Tensor) -> None:
-        if parameter.grad is slot.view:
+        if slot.accumulates and parameter.grad is slot.view:
             slot.on_landing(slot)
             return
         if parameter.grad is None:  # the module has written it itself, and autograd had nothing to add
             return
         slot.add(parameter.grad)
-        parameter.grad = None if slot.direct else slot.view
+        parameter.grad = slot.view if slot.accumulates else None
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
     return handle

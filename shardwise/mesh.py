@@ -113,7 +113,8 @@ class Mesh:
         return self._axes[name]
 
     def private_group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """A second group over the same ranks, for traffic that must not queue behind the axis's own. Collective over the whole job."""
+        """A second group over the same ranks, for traffic that must not queue behind the axis's own. Collective over
+        the whole job."""
         return self._group(axis.ranks) if axis.size > 1 else None
 
     def subgroup(self, axis_name: str, positions: Iterable[int]) -> Axis | None:

@@ -16,7 +16,7 @@ from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk
 from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
 from shardwise.data_parallel.reducer import Reducer
-from shardwise.layout import Layout, share
+from shardwise.layout import Layout, Place, share
 from shardwise.loss import Loss
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
@@ -84,7 +84,9 @@ class Assembly:
     frozen: dict[str, nn.Parameter]
     persistent: dict[str, Tensor]  # buffers that belong to the state
     holders: dict[str, int]  # by name of parameter or buffer, the pipeline rank that answers for it
-    reducers: list[Reducer | Division]
+    reducer: Reducer
+    splits: dict[str, Axis]  # the axes that layouts divide parameters over
+    closes: list[Division]
     runner: Runner
     order: list[str]  # parameter names as the whole model registers them
     layouts: dict[str, Layout]
@@ -293,8 +295,8 @@ class Parallel:
         assert self._optimizer is not None
         if self.schedule.asynchronous:
             chunk = self.chunks[action.chunk]
-            square = chunk.buckets.wait()
-            scale = self._scale(square, "stage")
+            chunk.buckets.wait()
+            scale = self._scale(chunk.buckets.squares() if self.clip is not None else 0.0, "stage")
             # Every rank makes the same updates, so the last microbatch says how many there have been.
             step = int(self.step_count) + 1
             chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
@@ -308,20 +310,20 @@ class Parallel:
             buckets.last(backward=True, weights=True)
             buckets.flush(overlap=False)
         units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
-        scale = 1.0
-        if self.clip is not None:
-            scale = self._scale(math.fsum(buckets.wait() for buckets in units), "world")
+        for buckets in units:
+            buckets.wait()
+        scale = self._scale(math.fsum(buckets.squares() for buckets in units) if self.clip is not None else 0.0, "world")
         step = int(self.step_count) + 1
         for chunk in self.chunks:
-            if self.clip is None:
-                chunk.buckets.wait()
             chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
         for buckets in self._assembly.shared:
-            if self.clip is None:
-                buckets.wait()
             if not self._skipped:
-                buckets.update(self._optimizer, self._lr, step, scale, lambda bucket: bucket.values)
+                buckets.update(self._optimizer, self._lr, step, scale, lambda bucket: bucket.own, self._assembly.splits)
             buckets.spent = True
+        if self.plan.zero and not self._skipped:
+            self._assembly.reducer.meet()
+            for buckets in units:
+                buckets.refresh()
 
     def _scale(self, square: float, axis: str) -> float:
         """The factor that clips gradients whose squared norm has the parts `square` on the ranks of `axis`; notes norm and finiteness."""
@@ -337,24 +339,27 @@ class Parallel:
 
     # State by name
 
-    def _units(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
+    def _entries(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
+        """Every trained parameter this rank holds: its bucket, and the bucket's newest values (at stage 3 without memory)."""
         for chunk in self.chunks:
-            homes = {entry.name: bucket for bucket, entry in chunk.buckets}
-            for entry, value in chunk.values():
-                yield homes[entry.name], entry, value
+            for bucket, values in chunk.values():
+                for entry in bucket.entries:
+                    yield bucket, entry, values
         for buckets in self._assembly.shared:
             for bucket, entry in buckets:
-                yield bucket, entry, entry.value
+                yield bucket, entry, bucket.values
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the job's state, for torch.distributed.checkpoint to save, or to load in place: "model/<name>" for parameters
-        and buffers, "optimizer/<parameter>/<moment>", and "step". Drains first."""
+        and buffers, "optimizer/<parameter>/<moment>", and "step". A value is a tensor, or `Pieces` of one. Drains first."""
         self.drain()
         state: dict[str, Any] = {"step": self.step_count}
-        for bucket, entry, value in self._units():
-            state[f"model/{entry.name}"] = value.detach()
-            for moment, tensor in bucket.moments(entry).items():
-                state[f"optimizer/{entry.name}/{moment}"] = tensor
+        places: dict[str, Place] = dict(self._assembly.splits)
+        for bucket, entry, values in self._entries():
+            state[f"model/{entry.name}"] = bucket.value_pieces(entry, values, places)
+            if self._optimizer is not None:
+                for moment, pieces in bucket.moment_pieces(entry, self._optimizer, places).items():
+                    state[f"optimizer/{entry.name}/{moment}"] = pieces
         for name, parameter in self._assembly.frozen.items():
             state[f"model/{name}"] = parameter.detach()
         for name, buffer in self._assembly.persistent.items():
@@ -363,20 +368,31 @@ class Parallel:
 
     def loaded(self) -> None:
         """Call after tensors of `state_dict()` were overwritten in place."""
+        self._assembly.reducer.meet()
         for chunk in self.chunks:
             chunk.settle()
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, on every rank, in the model's own order."""
         self.drain()
-        mine = {entry.name: value for _, entry, value in self._units()} | dict(self._assembly.frozen)
+        mine = dict(self._assembly.frozen)
+        for bucket, entry, values in self._entries():
+            bucket.acquire()
+            mine[entry.name] = bucket.view(values, entry).clone()
+            bucket.release()
         return self._gather(mine)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's summed gradient of the last update, before clipping, whole, on every rank."""
-        return self._gather(
-            {entry.name: bucket.view(bucket.gradient, entry) / bucket.scale for bucket, entry, _ in self._units()}
-        )
+        mine = {}
+        for bucket, entry, _ in self._entries():
+            whole = torch.empty_like(bucket.own_gradient).repeat(bucket.numel // max(1, bucket.own_gradient.numel()))
+            if bucket.stage:
+                collectives.all_gather(bucket.own_gradient, whole, self.mesh.axis("zero"))
+            else:
+                whole.copy_(bucket.own_gradient)
+            mine[entry.name] = bucket.view(whole, entry) / bucket.scale
+        return self._gather(mine)
 
     def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         axis = self.mesh.axis("pipeline")
@@ -413,14 +429,15 @@ class Parallel:
         return found
 
     def replicas_agree(self) -> str | None:
-        """The name of the first parameter whose bits differ between data-parallel ranks or holders, None if there is none."""
-        axis = self.mesh.axis("world")
-        places = {name: self.mesh.axis(name) for name in ("context", "tensor")}
-        mine = {
-            (entry.name, tuple(source for source, _ in entry.layout.pieces(places))): fingerprint(value)
-            for _, entry, value in self._units()
-        }
-        everyone = collectives.all_gather_object(mine, axis)
+        """The name of the first parameter whose bits differ between ranks that hold the same piece, None if there is none."""
+        self.drain()
+        mine: dict[object, str] = {}
+        for bucket, entry, values in self._entries():
+            bucket.acquire()
+            piece = (entry.name, tuple(source for source, _ in entry.layout.pieces(self._assembly.splits)))
+            mine[piece] = fingerprint(bucket.view(values, entry).clone())
+            bucket.release()
+        everyone = collectives.all_gather_object(mine, self.mesh.axis("world"))
         found: dict[object, str] = {}
         odd = {piece[0] for other in everyone for piece, bits in other.items() if found.setdefault(piece, bits) != bits}
         return next((name for name in self._assembly.order if name in odd), None)
@@ -485,8 +502,9 @@ class Parallel:
 
     def close(self) -> None:
         """Stop background threads and close connections; the model stays usable, the job does not go on."""
-        for reducer in self._assembly.reducers:
-            reducer.close()
+        self._assembly.reducer.close()
+        for division in self._assembly.closes:
+            division.close()
         self._runner.wire.close()
 
 

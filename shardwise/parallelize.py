@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk, Owner
 from shardwise.data_parallel.buckets import BUCKET_BYTES, Buckets, Entry
 from shardwise.data_parallel.reducer import Reducer
+from shardwise.data_parallel.units import UNIT
 from shardwise.gradient import Slot, Tape, attach, attach_apart, can_put_off, hook, is_direct
 from shardwise.initial import Initial, initial_of, seed_of
-from shardwise.layout import Layout, draw
+from shardwise.layout import Layout, Place, draw
 from shardwise.loss import Loss, as_loss, cross_entropy
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
@@ -35,7 +36,7 @@ from shardwise.pipeline_parallel.stages import Part, Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
 from shardwise.tensor_parallel.context import divide
-from shardwise.tensor_parallel.division import Division, further_reducers, further_sum
+from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers
 from shardwise.tensor_parallel.rules import Rules
 
@@ -121,20 +122,22 @@ def parallelize(
     stage_parameters = [[names[id(parameter)] for parameter in stage.parameters()] for stage in stages]
 
     # 2. Layouts and buckets
-    main = Reducer(mesh, mesh.axis("gradient"), squares=clip is not None)
-    ties = _tie_reducers(mesh, shared, rank_of, axis)
+    reducer = Reducer(mesh)
+    ties = _tie_axes(mesh, shared, rank_of)
     layouts = {name: _layout_of(division, p) for name, p in model.named_parameters()}
-    parts = further_reducers(mesh, layouts.values()) if division is not None else {}
-    reducers = {
-        _sum_key(tie, part): [main, *ties.get(tie, ()), *((parts[part],) if part else ())] for tie in ("", *ties) for part in ("", *parts)
+    parts = further_axes(mesh, layouts.values()) if division is not None else {}
+    further: dict[str, Sequence[Axis]] = {
+        _sum_key(tie, part): [*ties.get(tie, ()), *((parts[part],) if part else ())] for tie in ("", *ties) for part in ("", *parts)
     }
+    splits = {name: mesh.axis(name) for name in ("context", "tensor")}
+    unit_of = _mark_units(mine) if plan.zero == 3 else {}
     decays = decay or (lambda name, parameter: parameter.ndim >= 2)
     owners = _owners(mine)
 
     def entry(parameter: nn.Parameter) -> Entry:
         name, key = names[id(parameter)], id(parameter)
         layout = layouts[name]
-        places: dict[str, Axis] = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
+        places: dict[str, Place] = dict(splits)
         own = owners[key]
         ranks = _ranks_of(shared.get(key, []), rank_of)
         return Entry(
@@ -144,15 +147,22 @@ def parallelize(
             decay=decays(name, parameter),
             direct=len(own) == 1 and key not in shared and (is_direct(own[0][0]) or (division is not None and division.writes(own[0][0]))),
             counted=layout.counted_here(places, ("tensor",)) and (key not in shared or axis.rank == holders[name]),
+            unit=unit_of.get(key, -1),
             extra=_sum_key(_tie_key(ranks) if len(ranks) > 1 else "", further_sum(layout)),
         )
 
-    own_buckets = []
-    for stage in mine:
-        own = [p for p in stage.parameters() if p.requires_grad and id(p) not in shared]
-        own_buckets.append(Buckets([entry(p) for p in own], dtype, device, reducers, optimizer, bucket_bytes))
+    puts_off = any(action.kind is Kind.W for row in schedule.rows for action in row)
+
+    def buckets_of(parameters: Iterable[nn.Parameter], stage: int) -> Buckets:
+        entries = [entry(parameter) for parameter in parameters]
+        return Buckets(entries, stage, dtype, device, reducer, further, optimizer, bucket_bytes, puts_off)
+
+    own_buckets = [
+        buckets_of((p for p in stage.parameters() if p.requires_grad and id(p) not in shared), plan.zero) for stage in mine
+    ]
+    # What several stages hold is summed when all are done, so it is kept whole; its optimizer state is divided all the same.
     tied = {id(p): p for stage in mine for p in stage.parameters() if p.requires_grad and id(p) in shared}
-    shared_buckets = [Buckets([entry(p) for p in tied.values()], dtype, device, reducers, optimizer, bucket_bytes)] if tied else []
+    shared_buckets = [buckets_of(tied.values(), min(plan.zero, 1))] if tied else []
 
     # 3. Values
     initial = {name: initial_of(model, name) for name, p in model.named_parameters() if p.is_meta and id(p) in owners}
@@ -160,9 +170,14 @@ def parallelize(
     slots: dict[str, Slot] = {}
     live: dict[str, nn.Parameter] = {}
     for buckets in (*own_buckets, *shared_buckets):
-        for _, item in buckets:
-            slots[item.name] = item.slot
-            live[item.name] = _place(by_name[item.name], item, initial, seed, owners, mesh)
+        for bucket in buckets.buckets:
+            bucket.acquire(fill=False)
+            for item in bucket.entries:
+                slots[item.name] = item.slot
+                live[item.name] = _place(by_name[item.name], item, initial, seed, owners, mesh)
+            bucket.keep_own()
+            bucket.release()
+    reducer.meet()
     frozen = {
         name: _settle_frozen(name, parameter, layouts[name], initial, seed, owners, dtype, device, mesh)
         for name, parameter in by_name.items()
@@ -171,14 +186,14 @@ def parallelize(
     persistent = _move_buffers(model, mine, dtype, device)
 
     # 4. Gradients
-    puts_off = any(action.kind is Kind.W for row in schedule.rows for action in row)
     table = version_table(schedule)
     chunks: list[ModelChunk] = []
     steps_done: list[Callable[[], int]] = []
     for number, (module, buckets) in enumerate(zip(mine, own_buckets, strict=True)):
         tape = Tape()
         chunk_slots = {name: slots[name] for name in (names_of(module, live)) if name in slots}
-        _attach(module, live, chunk_slots, tape, puts_off, division)
+        # At stage 3 a module's weights are gone by the time of W.
+        _attach(module, live, chunk_slots, tape, puts_off and plan.zero < 3, division)
         own_names = [item.name for _, item in buckets]
         stage = schedule.placement[axis.rank][number]
         data_rank = mesh.axis("gradient").rank  # ranks whose positions or rows differ drop different ones
@@ -196,6 +211,7 @@ def parallelize(
                 tape,
                 overlap,
                 seeds,
+                splits,
                 None if table is None else (lambda microbatch, stage=stage: table(microbatch, stage)),  # type: ignore[misc]
             )
         )
@@ -210,7 +226,9 @@ def parallelize(
         frozen,
         persistent,
         holders,
-        [main, *(other for others in ties.values() for other in others), *parts.values(), *([division] if division is not None else [])],
+        reducer,
+        splits,
+        [division] if division is not None else [],
         runner,
         order,
         layouts,
@@ -408,16 +426,41 @@ def _tie_key(ranks: tuple[int, ...]) -> str:
     return "tie " + " ".join(map(str, ranks))
 
 
-def _tie_reducers(
-    mesh: Mesh, shared: dict[int, list[int]], rank_of: dict[int, int], axis: Axis
-) -> dict[str, list[Reducer]]:
-    """A further sum for every set of pipeline ranks that hold the same parameter."""
-    found: dict[str, list[Reducer]] = {}
+def _tie_axes(mesh: Mesh, shared: dict[int, list[int]], rank_of: dict[int, int]) -> dict[str, Sequence[Axis]]:
+    """The axis of a further sum for every set of pipeline ranks that hold the same parameter."""
+    found: dict[str, Sequence[Axis]] = {}
     for ranks in sorted({_ranks_of(stages, rank_of) for stages in shared.values()}):
         if len(ranks) > 1:
             between = mesh.subgroup("pipeline", ranks)
-            found[_tie_key(ranks)] = [Reducer(mesh, between, squares=False, link=False)] if between is not None else []
+            found[_tie_key(ranks)] = () if between is None else (between,)
     return found
+
+
+def _mark_units(stages: Iterable[nn.Module]) -> dict[int, int]:
+    """Number the modules that are gathered and released as one at ZeRO stage 3: the parts of a stage, or, where a model lists none, the
+    members of its module lists. Returns the unit of every parameter that belongs to just one, by id."""
+    found: dict[int, set[int]] = {}
+    number = 0
+    for stage in stages:
+        for module in _unit_modules(stage):
+            setattr(module, UNIT, number)
+            for parameter in module.parameters():
+                found.setdefault(id(parameter), set()).add(number)
+            number += 1
+        inside = {id(p) for module in _unit_modules(stage) for p in module.parameters()}
+        for parameter in stage.parameters():
+            if id(parameter) not in inside:
+                found.setdefault(id(parameter), set()).add(-1)
+    return {key: next(iter(numbers)) for key, numbers in found.items() if len(numbers) == 1}
+
+
+def _unit_modules(stage: nn.Module) -> list[nn.Module]:
+    if isinstance(stage, Stage):
+        return list(stage.parts)
+    assert isinstance(stage, Whole)
+    if isinstance(stage.model, nn.Sequential) or getattr(stage.model, "stages", None) is not None:
+        return [part.module for part in parts_of(stage.model)]
+    return [member for module in stage.modules() if isinstance(module, nn.ModuleList) for member in module]
 
 
 def _refuse_batch_statistics(model: nn.Module, mesh: Mesh) -> None:

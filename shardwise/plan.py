@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # What works of the keys that are not built in full, by kind of value ("local" is the kind of "local:16").
 BUILT: dict[str, tuple[object, ...]] = {
-    "zero": (0,),
+    "zero": (0, 1, 2, 3),
     "tensor": (1,),
     "sequence": (False,),
     "expert": (1,),

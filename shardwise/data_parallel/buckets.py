@@ -1,26 +1,32 @@
-"""The sharding engine's memory: the parameters of one model chunk, their gradients and their optimizer state in flat
-buckets.
+"""The sharding engine: the parameters of one model chunk, their gradients and their optimizer state in flat buckets.
 
-Gradients land in a bucket as they are computed (`shardwise.gradient`), and its sum over the data-parallel ranks starts
-as soon as the last microbatch's backward has filled it (Li et al., arXiv 2006.15704), in an order that is the same on
-every rank.
+ZeRO (Rajbhandari et al., arXiv 1910.02054) says which of these are divided over the shard x context ranks between steps: 0 nothing,
+1 optimizer state, 2 gradients too, 3 parameters too. A rank's part of a bucket is its fragment. Gradients land in a bucket as they are
+computed (`shardwise.gradient`), and its sum over ranks starts as soon as the last microbatch's backward has filled it (Li et al., arXiv
+2006.15704), in an order that is the same on every rank. From stage 2 on whole gradients exist only while they land: every microbatch's
+are summed and added to the fragments at once.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from shardwise import collectives
 from shardwise.collectives import sum_of_squares
-from shardwise.data_parallel.reducer import Pending, Reducer
+from shardwise.data_parallel.reducer import Flat, Pending, Reducer
 from shardwise.gradient import Slot
-from shardwise.layout import Layout, share
-from shardwise.optimizers.optimizer import Optimizer
+from shardwise.layout import Layout, Place, share
+from shardwise.mesh import Axis
+from shardwise.optimizers.optimizer import Fragment, Optimizer
+from shardwise.pieces import Pieces, pieces_of
 
 # Small enough that the first sum starts early and the last one is short, large enough that a sum is not all latency.
 BUCKET_BYTES = 8 << 20
+# Whole gradient buckets that exist at a time from stage 2 on: one lands while another is summed.
+LANDING_BUFFERS = 2
 
 
 @dataclass
@@ -34,7 +40,8 @@ class Entry:
         decay: whether weight decay applies.
         direct: whether the module that owns it writes its gradient itself (`shardwise.gradient.is_direct`).
         counted: whether this rank counts it in the gradient norm (one of the ranks that hold the same piece does).
-        extra: a further reduction that its sum must go through, for a parameter that several stages hold.
+        unit: which unit of the chunk it is gathered with at ZeRO stage 3; -1 with the whole chunk.
+        extra: names further sums that its gradient must go through, for a parameter whose gradient is partial elsewhere too.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Entry:
     decay: bool
     direct: bool
     counted: bool = True
+    unit: int = -1
     extra: str = ""
     value: Tensor = field(default_factory=lambda: torch.empty(0))  # the view into the bucket
     slot: Slot = field(init=False)
@@ -52,54 +60,189 @@ class Entry:
         return math.prod(self.shape)
 
 
-@dataclass
-class Run:
-    """A stretch of a bucket that the optimizer treats alike."""
-
-    start: int
-    stop: int
-    decay: bool
-    state: dict[str, Tensor]
-
-
 class Bucket:
-    """Parameters that are stored, summed and updated together."""
+    """Parameters that are stored, summed and updated together.
 
-    def __init__(self, entries: list[Entry], dtype: torch.dtype, device: torch.device, reducers: list[Reducer]) -> None:
-        # Those with weight decay first: two runs at most.
+    Attributes:
+        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory unless gathered.
+        own: this rank's fragment of them, which the optimizer updates.
+        own_gradient: the fragment of the summed gradients.
+    """
+
+    def __init__(
+        self, entries: list[Entry], stage: int, dtype: torch.dtype, device: torch.device, reducer: Reducer, further: Sequence[Axis]
+    ) -> None:
+        # Those with weight decay first, so that there are two runs at most.
         self.entries = sorted(entries, key=lambda entry: not entry.decay)
         self.counted = entries[0].counted
-        self.reducers = reducers
-        numel = sum(entry.numel for entry in entries)
-        self.values = torch.empty(numel, dtype=dtype, device=device)
-        self.gradient, self.memory = reducers[0].allocate(numel, dtype, device)
-        self.runs: list[Run] = []
+        self.unit = entries[0].unit
+        self.stage = stage
+        self.reducer = reducer
+        self.further = further
         self.offsets: dict[str, int] = {}
         offset = 0
         for entry in self.entries:
-            stop = offset + entry.numel
-            entry.value = self.values[offset:stop].view(entry.shape)
             self.offsets[entry.name] = offset
-            if self.runs and self.runs[-1].decay == entry.decay:
-                self.runs[-1].stop = stop
-            else:
-                self.runs.append(Run(offset, stop, entry.decay, {}))
-            offset = stop
-        self.waiting = 0
+            offset += entry.numel
+        self.used = offset
+        parts = reducer.zero.size if stage else 1
+        length = -(-offset // parts)
+        self.numel = length * parts
+        self.start = (reducer.zero.rank if stage else 0) * length
+        self.stop = self.start + length
+        allocate = lambda numel: reducer.allocate(numel, dtype, device)  # noqa: E731
+        if stage == 3:
+            self.fragment = allocate(length)
+            self.values = torch.zeros(self.numel, dtype=dtype, device=device)
+            self.own = self.fragment.tensor
+        else:
+            self.full = allocate(self.numel) if stage else Flat(torch.zeros(self.numel, dtype=dtype, device=device), None)
+            self.values = self.full.tensor
+            self.own = self.values[self.start : self.stop]
+        self.landing: Flat | None = allocate(self.numel) if stage < 2 else None
+        if self.landing is not None:
+            self.own_gradient = self.landing.tensor[self.start : self.stop]
+        else:
+            self.own_gradient = torch.zeros(length, dtype=dtype, device=device)
+        for entry in self.entries:
+            entry.value = self.view(self.values, entry)
+        self.users = 0  # who has gathered the values (stage 3)
+        self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
         self.scale = 1.0  # what the last update multiplied the gradient by
+        self.fragments: list[Fragment] = []
+        self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
 
     def view(self, flat: Tensor, entry: Entry) -> Tensor:
         """The part of a flat tensor as long as this bucket that belongs to `entry`, in its shape."""
         start = self.offsets[entry.name]
         return flat[start : start + entry.numel].view(entry.shape)
 
-    def moments(self, entry: Entry) -> dict[str, Tensor]:
-        """The optimizer's state of one parameter, as views in its shape."""
-        start = self.offsets[entry.name]
-        run = next(run for run in self.runs if run.start <= start < max(run.stop, run.start + 1))
-        first = start - run.start
-        return {name: flat[first : first + entry.numel].view(entry.shape) for name, flat in run.state.items()}
+    def overlap(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of elements `start` to `stop` that lies in this rank's fragment; empty ranges lie at `start`."""
+        low, high = max(start, self.start), min(stop, self.stop)
+        return (low, high) if low < high else (start, start)
+
+    def make_fragments(self, optimizer: Optimizer) -> None:
+        """Divide the rank's fragment into what the optimizer treats one by one: parameters, or, if it is elementwise, runs of them."""
+        if optimizer.elementwise:
+            kinds = [(True, [e for e in self.entries if e.decay]), (False, [e for e in self.entries if not e.decay])]
+            for decay, run in kinds:
+                if run:
+                    first = self.offsets[run[0].name]
+                    self._add_fragment("", (sum(e.numel for e in run),), first, decay, optimizer, None, ())
+            return
+        for entry in self.entries:
+            split = next((s.dim for s in entry.layout.splits), None)
+            self._add_fragment(
+                entry.name, entry.shape, self.offsets[entry.name], entry.decay, optimizer, split, entry.layout.shape
+            )
+
+    def _add_fragment(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        first: int,
+        decay: bool,
+        optimizer: Optimizer,
+        split: int | None,
+        global_shape: tuple[int, ...],
+    ) -> None:
+        low, high = self.overlap(first, first + math.prod(shape))
+        span = (low - self.start, high - self.start) if low < high else (0, 0)
+        fragment = Fragment(
+            name,
+            shape,
+            low - first,
+            high - first,
+            self.own[slice(*span)],
+            self.own_gradient[slice(*span)],
+            decay,
+            split,
+            global_shape or shape,
+        )
+        fragment.state = optimizer.state(fragment)
+        self.fragments.append(fragment)
+        self._spans.append(span)
+
+    def point_at(self, own: Tensor) -> list[Fragment]:
+        """The fragments, with their parameters in `own`."""
+        for fragment, span in zip(self.fragments, self._spans, strict=True):
+            fragment.parameter = own[slice(*span)]
+        return self.fragments
+
+    def squares(self) -> float:
+        """This rank's part of the squared norm of the summed gradients; the parts of the gradient axis add up to it."""
+        if not self.counted:
+            return 0.0
+        between = self.reducer.replicas if self.stage else self.reducer.axis
+        return sum_of_squares(self.own_gradient[slice(*share(self.own_gradient.numel(), between.rank, between.size))])
+
+    # Values at stage 3
+
+    def acquire(self, fill: bool = True) -> None:
+        """Make the whole values be there until `release`."""
+        self.users += 1
+        if self.stage == 3 and self.users == 1:
+            storage = self.values.untyped_storage()
+            if storage.size() == 0:
+                storage.resize_(self.numel * self.values.element_size())
+            if fill:
+                # Through .data: what autograd has saved sees the same values again, so it need not know.
+                self.reducer.gather(self.fragment, self.values.data)
+
+    def release(self) -> None:
+        """One user fewer; without any the memory is given back at stage 3."""
+        self.users -= 1
+        if self.stage == 3 and self.users == 0:
+            self.values.untyped_storage().resize_(0)
+
+    def keep_own(self) -> None:
+        """Take this rank's fragment from the whole values."""
+        if self.stage == 3:
+            self.own.copy_(self.values[self.start : self.stop])
+
+    # State by name
+
+    def value_pieces(self, entry: Entry, values: Tensor, places: dict[str, Place]) -> Pieces | Tensor:
+        """One parameter's values for a checkpoint; a view in its shape where this rank holds all of it."""
+        if self.stage < 3 and not entry.layout.splits:
+            return self.view(values, entry)
+        if self.stage < 3:
+            return pieces_of(entry.layout, places, self.view(values, entry).reshape(-1), 0, entry.numel)
+        first = self.offsets[entry.name]
+        low, high = self.overlap(first, first + entry.numel)
+        own = self.own[low - self.start : high - self.start] if low < high else self.own[:0]
+        return pieces_of(entry.layout, places, own, low - first, high - first)
+
+    def moment_pieces(self, entry: Entry, optimizer: Optimizer, places: dict[str, Place]) -> dict[str, Pieces | Tensor]:
+        """One parameter's optimizer state for a checkpoint, by moment."""
+        first = self.offsets[entry.name]
+        low, high = self.overlap(first, first + entry.numel)
+        found: dict[str, Pieces | Tensor] = {}
+        for fragment, span in zip(self.fragments, self._spans, strict=True):
+            if fragment.name not in ("", entry.name) or (fragment.name == "" and fragment.decay != entry.decay):
+                continue
+            for name, moment in fragment.state.items():
+                kept = optimizer.factored.get(name)
+                if kept is not None:
+                    found[name] = pieces_of(_reduced(entry.layout, kept), places, moment.reshape(-1), 0, moment.numel())
+                    continue
+                begin = low - self.start - span[0] if low < high else 0
+                part = moment[begin : begin + (high - low)]
+                whole = part.numel() == entry.numel and not entry.layout.splits
+                found[name] = (
+                    part.view(entry.shape) if whole else pieces_of(entry.layout, places, part, low - first, high - first)
+                )
+        return found
+
+
+def _reduced(layout: Layout, kept: tuple[int, ...]) -> Layout:
+    """The layout of a statistic that keeps some of a parameter's dimensions."""
+    splits = tuple(
+        type(split)(split.axis, kept.index(split.dim), split.sections) for split in layout.splits if split.dim in kept
+    )
+    return Layout(tuple(layout.shape[dim] for dim in kept), splits)
 
 
 class Buckets:
@@ -107,33 +250,53 @@ class Buckets:
 
     Args:
         entries: the chunk's trainable parameters, in the order the model registers them.
+        stage: of ZeRO.
         dtype, device: of values, gradients and state.
-        reducers: by an entry's `extra`, the sums a bucket goes through, in order; "" is the data-parallel one alone.
+        reducer: for the sums over the gradient axis.
+        further: by an entry's `extra`, the axes its gradient is summed over after that.
         optimizer: whose state to hold; None holds none.
         bucket_bytes: a bucket is closed once it is at least so large.
+        puts_off: whether a schedule computes weight gradients apart from input gradients.
     """
 
     def __init__(
         self,
         entries: list[Entry],
+        stage: int,
         dtype: torch.dtype,
         device: torch.device,
-        reducers: dict[str, list[Reducer]],
+        reducer: Reducer,
+        further: dict[str, Sequence[Axis]],
         optimizer: Optimizer | None,
         bucket_bytes: int = BUCKET_BYTES,
+        puts_off: bool = False,
     ) -> None:
-        self.buckets: list[Bucket] = []
+        self.stage = stage
+        self.reducer = reducer
         # Backward fills the last layers first.
-        for group in _groups(reversed(entries), dtype.itemsize, bucket_bytes):
-            self.buckets.append(Bucket(group, dtype, device, reducers[group[0].extra]))
-        self._home: dict[str, Bucket] = {}
-        for bucket in self.buckets:
+        self.buckets = [
+            Bucket(group, stage, dtype, device, reducer, further[group[0].extra])
+            for group in _groups(reversed(entries), dtype.itemsize, bucket_bytes, by_unit=stage == 3)
+        ]
+        self._home: dict[str, tuple[int, Bucket]] = {}
+        for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
-                self._home[entry.name] = bucket
-                entry.slot = Slot(entry.name, bucket.view(bucket.gradient, entry), entry.direct, self._landed)
+                self._home[entry.name] = (index, bucket)
+                if bucket.landing is None:
+                    entry.slot = Slot(entry.name, entry.direct, self._landed, find=self._open)
+                else:
+                    entry.slot = Slot(entry.name, entry.direct, self._landed, bucket.view(bucket.landing.tensor, entry))
             if optimizer is not None:
-                for run in bucket.runs:
-                    run.state = optimizer.state(bucket.values[run.start : run.stop])
+                bucket.make_fragments(optimizer)
+        self._pool: list[Flat] = []
+        self._busy: list[Pending | None] = []
+        if stage >= 2 and self.buckets:
+            largest = max(bucket.numel for bucket in self.buckets)
+            count = min(LANDING_BUFFERS, len(self.buckets))
+            self._pool = [reducer.allocate(largest, dtype, device) for _ in range(count)]
+            self._busy = [None] * count
+        self._private: dict[int, Tensor] = {}  # by bucket, where gradients land while its buffer of the pool may be another's
+        self.puts_off = puts_off
         self.spent = False  # the gradients have been used: the next backward begins anew
         self._learning = True
         self._last_backward = False
@@ -146,24 +309,33 @@ class Buckets:
             for entry in bucket.entries:
                 yield bucket, entry
 
+    @property
+    def every_microbatch(self) -> bool:
+        """Whether the gradients of every microbatch are summed by themselves, since whole ones are not kept."""
+        return self.stage >= 2
+
     def begin(self) -> None:
         """A new sum of gradients: nothing has landed."""
         self.spent = False
+        for bucket in self.buckets:
+            bucket.pending = None
+            if bucket.landing is None:
+                bucket.own_gradient.zero_()
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
         self._last_backward = self._last_weights = False
         self._next = 0
         for bucket in self.buckets:
-            bucket.pending = None
             bucket.waiting = 0
             for entry in bucket.entries:
-                slot = entry.slot
-                slot.begin()
-                slot.landed = 0
+                entry.slot.begin()
+                entry.slot.landed = 0
                 # One that has never had a gradient may get one at any time: its bucket waits for the end.
-                bucket.waiting += max(1, slot.expected)
+                bucket.waiting += max(1, entry.slot.expected)
 
     def last(self, backward: bool, weights: bool) -> None:
-        """The chunk's last backward begins, the half that makes input gradients (`backward`), weight gradients
-        (`weights`) or both."""
+        """The last backward of a sum begins, the half that makes input gradients (`backward`), weight gradients (`weights`) or both."""
         for _, entry in self:
             if (backward and not entry.direct) or (weights and entry.direct):
                 entry.slot.landed = 0
@@ -174,8 +346,8 @@ class Buckets:
         if not (self._last_weights if slot.direct else self._last_backward):
             return
         slot.landed += 1
-        bucket = self._home[slot.name]
-        if bucket.pending is not None:
+        index, bucket = self._home[slot.name]
+        if index < self._next:
             raise RuntimeError(
                 f"parameter {slot.name!r} got a gradient after its sum over ranks had begun: it is used more often in "
                 "this step than in the first; use it equally often in every step, or build with parallelize(..., "
@@ -183,74 +355,128 @@ class Buckets:
             )
         bucket.waiting -= 1
         if not self._learning:
-            self._launch_ready()
+            while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+                self._launch(self._next)
 
-    def _launch_ready(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
-            self._launch(self.buckets[self._next])
+    # Whole gradients from stage 2 on
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _open(self, slot: Slot) -> None:
+        """Find memory for all gradients of a slot's bucket: its buffer of the pool, or, where another bucket's may still be there when the
+        sums' turn comes, memory of its own."""
+        index, bucket = self._home[slot.name]
+        if self.puts_off or index - len(self._pool) >= self._next:
+            flat = self._private[index] = torch.empty_like(bucket.values, memory_format=torch.contiguous_format)
+        else:
+            flat = self._buffer(index).tensor[: bucket.numel]
+        for entry in bucket.entries:
+            entry.slot.view = bucket.view(flat, entry)
+            entry.slot.fresh = True
+
+    def _buffer(self, index: int) -> Flat:
+        place = index % len(self._pool)
+        busy = self._busy[place]
+        if busy is not None:
+            busy.wait()
+            self._busy[place] = None
+        flat = self._pool[place]
+        return flat
+
+    def _launch(self, index: int) -> None:
+        bucket = self.buckets[index]
+        self._next = index + 1
         for entry in bucket.entries:
             entry.slot.complete()
-        self._next += 1
-        bucket.pending = bucket.reducers[0].start(bucket.gradient, bucket.memory)
+        if bucket.landing is not None:
+            bucket.pending = (
+                bucket.reducer.reduce_scatter(bucket.landing) if self.stage else bucket.reducer.all_reduce(bucket.landing)
+            )
+            return
+        flat = self._buffer(index) if index in self._private else self._pool[index % len(self._pool)]
+        if index in self._private:
+            flat.tensor[: bucket.numel].copy_(self._private.pop(index))
+        flat.tensor[bucket.used : bucket.numel].zero_()
+        for entry in bucket.entries:
+            entry.slot.view = None
+        bucket.pending = bucket.reducer.reduce_scatter(_head(flat, bucket.numel), bucket.own_gradient)
+        self._busy[index % len(self._pool)] = bucket.pending
 
     def flush(self, overlap: bool) -> None:
-        """The chunk's last backward is over: start every sum that has not started. Learns in the first step what to
-        wait for in the next."""
+        """The last backward of a sum is over: start what has not started. Learns in the first what to wait for in the next."""
         while self._next < len(self.buckets):
-            self._launch(self.buckets[self._next])
-        if self._learning and overlap:
+            self._launch(self._next)
+        if self._learning and overlap and not (self.every_microbatch and self.puts_off):
             for _, entry in self:
                 entry.slot.expected = entry.slot.landed
             self._learning = False
+        if self.every_microbatch:
+            self._begin_pass()
 
-    def wait(self) -> float:
-        """Wait for the sums. Returns this rank's part of the squared gradient norm; the parts of all ranks add up to
-        the square."""
-        total = 0.0
+    def wait(self) -> None:
+        """Wait for the sums."""
         for bucket in self.buckets:
             assert bucket.pending is not None, "wait before flush"
             bucket.pending.wait()
-            square = bucket.pending.square
-            for reducer in bucket.reducers[1:]:
-                reducer.start(bucket.gradient, None).wait()
-            if len(bucket.reducers) > 1:
-                axis = bucket.reducers[0].axis
-                start, stop = share(bucket.gradient.numel(), axis.rank, axis.size)
-                square = sum_of_squares(bucket.gradient[start:stop])
-            total += square if bucket.counted else 0.0
-        return total
+            for axis in bucket.further:
+                collectives.all_reduce(bucket.own_gradient, axis)
+
+    def squares(self) -> float:
+        """This rank's part of the squared gradient norm; the parts of all ranks add up to the square."""
+        return math.fsum(bucket.squares() for bucket in self.buckets)
 
     def update(
-        self, optimizer: Optimizer, lr: float, step: int, scale: float, values: Callable[[Bucket], Tensor]
+        self, optimizer: Optimizer, lr: float, step: int, scale: float, own: Callable[[Bucket], Tensor], splits: dict[str, Axis]
     ) -> None:
-        """Apply the optimizer to every bucket; `values` says which copy of the parameters a bucket updates."""
+        """Apply the optimizer to this rank's fragments.
+
+        Args:
+            own: which copy of its fragment a bucket updates.
+            splits: by the axes that layouts divide parameters over ("tensor"), this rank's place on them.
+        """
         with torch.no_grad():
+            fragments = [fragment for bucket in self.buckets for fragment in bucket.point_at(own(bucket))]
             for bucket in self.buckets:
-                flat = values(bucket)
                 bucket.scale = scale
-                for run in bucket.runs:
-                    if run.stop > run.start:
-                        optimizer.update(
-                            flat[run.start : run.stop],
-                            bucket.gradient[run.start : run.stop],
-                            run.state,
-                            lr=lr,
-                            step=step,
-                            decay=run.decay,
-                            scale=scale,
-                        )
+            axes = [self.reducer.zero] if self.stage else []
+            for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale):
+                for split in (False, True):
+                    chosen = [request.tensor for request in sums if request.split == split]
+                    _sum_together(chosen, [*axes, *splits.values()] if split else axes)
+
+    def refresh(self) -> None:
+        """Take the other ranks' updated fragments, once all have met after their updates."""
+        if self.stage in (1, 2):
+            for bucket in self.buckets:
+                self.reducer.refresh(bucket.full)
+
+    def of_unit(self, unit: int) -> list[Bucket]:
+        """The buckets of one unit."""
+        return [bucket for bucket in self.buckets if bucket.unit == unit]
 
 
-def _groups(entries: Iterable[Entry], itemsize: int, bucket_bytes: int) -> Iterator[list[Entry]]:
-    """Consecutive entries of at least `bucket_bytes`; those that need further sums, or are counted elsewhere, apart
-    from the others."""
-    open_groups: dict[tuple[str, bool], list[Entry]] = {}
+def _head(flat: Flat, numel: int) -> Flat:
+    return Flat(flat.tensor[:numel], flat.host)
+
+
+def _sum_together(tensors: list[Tensor], axes: list[Axis]) -> None:
+    """Sum tensors in place over axes, in one message an axis."""
+    axes = [axis for axis in axes if axis.size > 1]
+    if not tensors or not axes:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    for axis in axes:
+        collectives.all_reduce(flat, axis)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):  # type: ignore[no-untyped-call]
+        tensor.copy_(part.view_as(tensor))
+
+
+def _groups(entries: Iterable[Entry], itemsize: int, bucket_bytes: int, by_unit: bool) -> Iterator[list[Entry]]:
+    """Consecutive entries of at least `bucket_bytes`; those that need further sums, are counted elsewhere or, `by_unit`, are gathered with
+    another unit, apart from the others."""
+    open_groups: dict[tuple[str, bool, int], list[Entry]] = {}
     for entry in entries:
-        key = (entry.extra, entry.counted)
+        key = (entry.extra, entry.counted, entry.unit if by_unit else 0)
         group = open_groups.setdefault(key, [])
         group.append(entry)
-        if sum(other.numel for other in group) * itemsize >= bucket_bytes:
+        if not by_unit and sum(other.numel for other in group) * itemsize >= bucket_bytes:
             yield open_groups.pop(key)
     yield from (group for group in open_groups.values() if group)

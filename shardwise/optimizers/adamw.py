@@ -1,10 +1,13 @@
 """Adam with decoupled weight decay (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.optimizers.optimizer import Fragment, Sum
 
 
 @dataclass(frozen=True)
@@ -25,41 +28,33 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
 
-    def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {"first_moment": torch.zeros_like(parameter), "second_moment": torch.zeros_like(parameter)}
+    elementwise: ClassVar[bool] = True
+    factored: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        *,
-        lr: float,
-        step: int,
-        decay: bool,
-        scale: float,
-    ) -> None:
-        device = parameter.device
-        if scale != 1.0 and parameter.dtype == torch.float64:
-            # The kernel takes its divisor in float32 only.
-            gradient.mul_(scale)
+    def state(self, fragment: Fragment) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(fragment.parameter) for name in ("first_moment", "second_moment")}
+
+    def update(self, fragments: list[Fragment], *, lr: float, step: int, scale: float) -> Iterator[list[Sum]]:
+        for decay in (True, False):
+            chosen = [fragment for fragment in fragments if fragment.decay == decay and fragment.stop > fragment.start]
+            if chosen:
+                self._apply(chosen, self.weight_decay if decay else 0.0, lr, step, scale)
+        yield from ()
+
+    def _apply(self, fragments: list[Fragment], weight_decay: float, lr: float, step: int, scale: float) -> None:
+        first = fragments[0].parameter
+        if scale != 1.0 and first.dtype == torch.float64:
+            torch._foreach_mul_([fragment.gradient for fragment in fragments], scale)
             scale = 1.0
         torch._fused_adamw_(
-            [parameter],
-            [gradient],
-            [state["first_moment"]],
-            [state["second_moment"]],
+            [fragment.parameter for fragment in fragments],
+            [fragment.gradient for fragment in fragments],
+            [fragment.state["first_moment"] for fragment in fragments],
+            [fragment.state["second_moment"] for fragment in fragments],
             [],
-            [torch.tensor(float(step), device=device)],
-            lr=lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            weight_decay=self.weight_decay if decay else 0.0,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-            # The kernel divides by this and stores the quotient as the gradient.
-            grad_scale=None if scale == 1.0 else torch.tensor(1.0 / scale, device=device, dtype=torch.float32),
+            [torch.tensor(float(step), device=first.device)] * len(fragments),
+            lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps, amsgrad=False, maximize=False,
+            grad_scale=None if scale == 1.0 else torch.tensor(1.0 / scale, device=first.device, dtype=torch.float32),
             found_inf=None,
         )
 

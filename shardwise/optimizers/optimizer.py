@@ -1,43 +1,46 @@
-"""What the sharding engine asks of an optimizer."""
+"""What the sharding engine asks of an optimizer, and what it gives it."""
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 
-class Optimizer(Protocol):
-    """An optimizer as settings and functions: its state belongs to the engine, which places, divides and saves it."""
+@dataclass
+class Fragment:
+    """A part of a parameter that this rank updates: consecutive elements, in row-major order, of its local tensor."""
 
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    parameter: Tensor
+    gradient: Tensor
+    decay: bool
+    split: int | None = None
+    global_shape: tuple[int, ...] = ()
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Sum(NamedTuple):
+    tensor: Tensor
+    split: bool
+
+
+class Optimizer(Protocol):
     @property
     def lr(self) -> float: ...
 
-    def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Fresh state for a flat piece of parameters (N,): moments by name, each (N,)."""
+    @property
+    def elementwise(self) -> bool: ...
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        *,
-        lr: float,
-        step: int,
-        decay: bool,
-        scale: float,
-    ) -> None:
-        """Apply one step in place to a flat piece (N,).
+    @property
+    def factored(self) -> Mapping[str, tuple[int, ...]]: ...
 
-        Args:
-            parameter, gradient: (N,); the gradient may be overwritten, and ends multiplied by `scale`.
-            state: from `state`, updated in place.
-            lr: this step's learning rate.
-            step: 1 for the first update.
-            decay: whether weight decay applies to this piece.
-            scale: a factor on the gradient (clipping).
-        """
+    def state(self, fragment: Fragment) -> dict[str, Tensor]: ...
 
-    def reference(self, decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The same rule from an independent implementation, on whole parameters in one process: the oracle of
-        `verify`."""
+    def update(self, fragments: list[Fragment], *, lr: float, step: int, scale: float) -> Iterator[list[Sum]]: ...
+
+    def reference(self, decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> torch.optim.Optimizer: ...

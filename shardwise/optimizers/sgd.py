@@ -1,10 +1,13 @@
 """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013, in torch's convention)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.optimizers.optimizer import Fragment, Sum
 
 
 @dataclass(frozen=True)
@@ -34,29 +37,25 @@ class SGD:
                 "optimizer.nesterov = true looks ahead along the momentum, which is 0: set optimizer.momentum, 0.9 say"
             )
 
-    def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {"velocity": torch.zeros_like(parameter)} if self.momentum else {}
+    elementwise: ClassVar[bool] = True
+    factored: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        *,
-        lr: float,
-        step: int,
-        decay: bool,
-        scale: float,
-    ) -> None:
-        if scale != 1.0:
-            gradient.mul_(scale)
-        direction = gradient
-        if decay and self.weight_decay:
-            direction = gradient.add(parameter, alpha=self.weight_decay)
-        if self.momentum:
-            velocity = state["velocity"].mul_(self.momentum).add_(direction)
-            direction = direction.add(velocity, alpha=self.momentum) if self.nesterov else velocity
-        parameter.add_(direction, alpha=-lr)
+    def state(self, fragment: Fragment) -> dict[str, Tensor]:
+        return {"velocity": torch.zeros_like(fragment.parameter)} if self.momentum else {}
+
+    def update(self, fragments: list[Fragment], *, lr: float, step: int, scale: float) -> Iterator[list[Sum]]:
+        for fragment in fragments:
+            gradient = fragment.gradient
+            if scale != 1.0:
+                gradient.mul_(scale)
+            direction = gradient
+            if fragment.decay and self.weight_decay:
+                direction = gradient.add(fragment.parameter, alpha=self.weight_decay)
+            if self.momentum:
+                velocity = fragment.state["velocity"].mul_(self.momentum).add_(direction)
+                direction = direction.add(velocity, alpha=self.momentum) if self.nesterov else velocity
+            fragment.parameter.add_(direction, alpha=-lr)
+        yield from ()
 
     def reference(self, decayed: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [

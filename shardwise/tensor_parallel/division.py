@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Exchange
-from shardwise.data_parallel.reducer import Reducer
 from shardwise.gradient import Slot, Tape
 from shardwise.layout import Layout, Split
 from shardwise.loss import Loss, logits_of
-from shardwise.mesh import Mesh
+from shardwise.mesh import Axis, Mesh
 from shardwise.plan import Plan
 from shardwise.tensor_parallel import rules as tables
 from shardwise.tensor_parallel.cross_entropy import divided_cross_entropy
@@ -256,16 +255,15 @@ def further_sum(layout: Layout) -> str:
     return f"tensor {copies}" if copies else "tensor"
 
 
-def further_reducers(mesh: Mesh, layouts: Iterable[Layout]) -> dict[str, Reducer]:
-    """A reducer for every sum that `further_sum` names. Collective over the job; the layouts must be those of the whole model."""
-    found: dict[str, Reducer] = {}
+def further_axes(mesh: Mesh, layouts: Iterable[Layout]) -> dict[str, Axis]:
+    """The ranks of every sum that `further_sum` names. Collective over the job; the layouts must be those of the whole model."""
+    found: dict[str, Axis] = {}
     axis = mesh.axis("tensor")
     for name in sorted({further_sum(layout) for layout in layouts} - {""}):
-        ranks = axis
+        found[name] = axis
         if name != "tensor":
             copies = int(name.removeprefix("tensor "))
             for start in range(0, axis.size, copies):
                 group = mesh.subgroup("tensor", range(start, start + copies))
-                ranks = group if group is not None else ranks
-        found[name] = Reducer(mesh, ranks, squares=False, link=False)
+                found[name] = group if group is not None else found[name]
     return found
