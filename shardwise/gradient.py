@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from shardwise import kernels
+
 
 class Tape:
     """Weight-gradient computations put off: while `record` is a list, they are appended to it instead of being run."""
@@ -134,7 +136,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slots, ctx.tape = slots, tape
-        return F.linear(x, weight, bias)
+        return kernels.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -151,7 +153,7 @@ class _Linear(torch.autograd.Function):
                     bias_slot.add(flat.sum(0))
 
             ctx.tape.run(land)
-        return (grad.matmul(weight) if ctx.needs_input_grad[0] else None), None, None, None, None
+        return (kernels.linear(grad, weight.t()) if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -252,7 +254,7 @@ def attach(module: nn.Module, slots: dict[str, Slot], tape: Tape) -> None:
 def _linear(self: Any, input: Tensor) -> Tensor:
     slots, tape = self._landing
     if not torch.is_grad_enabled():
-        return F.linear(input, self.weight, self.bias)
+        return kernels.linear(input, self.weight, self.bias)
     pair = (slots.get("weight"), slots.get("bias"))
     y: Tensor = _Linear.apply(input, self.weight, self.bias, pair, tape)  # type: ignore[no-untyped-call]
     return y
