@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 
@@ -44,10 +45,48 @@ class CrossEntropy:
         logits = logits_of(output)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         flat, targets = logits.reshape(-1, logits.shape[-1]).to(dtype), targets.reshape(-1)
-        loss = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing)
+        if flat.device.type == "cpu" and not self.label_smoothing:
+            loss: Tensor = _SummedLoss.apply(flat, targets)  # type: ignore[no-untyped-call]
+        else:
+            loss = F.cross_entropy(
+                flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing
+            )
         if self.z_loss:
             loss = loss + self.z_loss * flat.logsumexp(-1).square()[targets != IGNORED].sum()
         return loss
+
+
+# Logits looked at together: small enough for a cache, large enough that the calls cost nothing beside the work.
+_CHUNK_ELEMENTS = 1 << 18
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Cross-entropy whose gradient is computed in the memory of its log-probabilities, chunk by chunk; torch's own fills
+    two further tensors of that size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        """(N, V), (N) -> 0-dim."""
+        log_probabilities = logits.log_softmax(1)
+        counted = targets != IGNORED
+        index = torch.where(counted, targets, 0)
+        if index.numel() and (int(index.min()) < 0 or int(index.max()) >= logits.shape[1]):
+            raise IndexError(f"a target lies outside the {logits.shape[1]} tokens of the vocabulary")
+        ctx.save_for_backward(log_probabilities, counted, index)
+        picked = log_probabilities.gather(1, index.unsqueeze(1)).squeeze(1)
+        return torch.where(counted, -picked, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        gradient, counted, index = ctx.saved_tensors
+        scale = torch.where(counted, grad, 0).unsqueeze(1)  # (N, 1)
+        rows = max(1, _CHUNK_ELEMENTS // max(1, gradient.shape[1]))
+        for low in range(0, gradient.shape[0], rows):
+            factor = scale[low : low + rows]
+            part = gradient[low : low + rows].exp_().mul_(factor)
+            part.scatter_add_(1, index[low : low + rows].unsqueeze(1), -factor)
+        return gradient, None
 
 
 def logits_of(output: Any) -> Tensor:
