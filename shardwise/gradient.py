@@ -136,7 +136,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slots, ctx.tape = slots, tape
-        return kernels.linear(x, weight, bias)
+        # Not a view, as it may be within: autograd forbids work in place on a view that a function returns.
+        return kernels.linear(x, weight, bias).detach()
 
     @staticmethod
     @once_differentiable
@@ -286,8 +287,7 @@ def _apart(self: Any, *given: Any, **named: Any) -> Any:
 
 def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
     """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place where that can be, else as a contribution."""
-    if slot.accumulates:
-        parameter.grad = slot.view
+    parameter.grad = slot.view if slot.accumulates else None
 
     def accumulated(parameter: Tensor) -> None:
         if slot.accumulates and parameter.grad is slot.view:

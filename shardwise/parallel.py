@@ -45,7 +45,8 @@ class StepMetrics:
         gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of the last update of this
             rank's last stage); None if it was not computed.
         tokens: targets in the step, over all ranks.
-        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed.
+        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed (with an asynchronous
+            schedule, those of one of this rank's updates).
         faulty_rank: the first rank whose own loss was not finite, if any.
     """
 
@@ -218,7 +219,7 @@ class Parallel:
             batch: (inputs, targets), this data rank's rows; may have no rows.
         """
         self.drain()
-        modes = [chunk.module.training for chunk in self.chunks]
+        modes = [(module, module.training) for chunk in self.chunks for module in chunk.module.modules()]
         for chunk in self.chunks:
             chunk.module.eval()
         self._feed(batch, 0, training=False)
@@ -226,8 +227,8 @@ class Parallel:
         self._runner.finish()
         for number in range(self.schedule.num_microbatches):
             self._runner.forget(number)
-        for chunk, mode in zip(self.chunks, modes, strict=True):
-            chunk.module.train(mode)
+        for module, mode in modes:
+            module.training = mode
         totals = torch.zeros(2, dtype=torch.float64)
         if self._runner.losses:
             totals[0] = torch.stack(self._runner.losses).sum().to("cpu", torch.float64)
@@ -297,10 +298,9 @@ class Parallel:
             chunk = self.chunks[action.chunk]
             chunk.buckets.wait()
             scale = self._scale(chunk.buckets.squares() if self.clip is not None else 0.0, "stage")
-            # Every rank makes the same updates, so the last microbatch says how many there have been.
-            step = int(self.step_count) + 1
-            chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
-            if action.chunk == len(self.chunks) - 1 and not self._skipped:
+            chunk.update(self._optimizer, self._lr, int(self.step_count) + 1, scale or 0.0, apply=scale is not None)
+            # Updates that were skipped count: stages skip each by itself, and all ranks must come to the same number.
+            if action.chunk == len(self.chunks) - 1:
                 self.step_count += 1
             return
         self._updates_left -= 1
@@ -315,18 +315,18 @@ class Parallel:
         scale = self._scale(math.fsum(buckets.squares() for buckets in units) if self.clip is not None else 0.0, "world")
         step = int(self.step_count) + 1
         for chunk in self.chunks:
-            chunk.update(self._optimizer, self._lr, step, scale, apply=not self._skipped)
+            chunk.update(self._optimizer, self._lr, step, scale or 0.0, apply=scale is not None)
         for buckets in self._assembly.shared:
-            if not self._skipped:
+            if scale is not None:
                 buckets.update(self._optimizer, self._lr, step, scale, lambda bucket: bucket.own, self._assembly.splits)
             buckets.spent = True
-        if self.plan.zero and not self._skipped:
+        if self.plan.zero and scale is not None:
             self._assembly.reducer.meet()
             for buckets in units:
                 buckets.refresh()
 
-    def _scale(self, square: float, axis: str) -> float:
-        """The factor that clips gradients whose squared norm has the parts `square` on the ranks of `axis`; notes norm and finiteness."""
+    def _scale(self, square: float, axis: str) -> float | None:
+        """The factor that clips gradients whose squared norm has the parts `square` on the ranks of `axis`, None if they are not finite."""
         if self.clip is None:
             return 1.0
         total = torch.tensor([square], dtype=torch.float64)
@@ -334,7 +334,7 @@ class Parallel:
         self._norm = math.sqrt(float(total)) if math.isfinite(float(total)) else float(total)
         if not math.isfinite(self._norm):
             self._skipped = True
-            return 1.0
+            return None
         return min(1.0, self.clip / self._norm) if self._norm > 0 else 1.0
 
     # State by name

@@ -87,12 +87,25 @@ def parallelize(
     """
     plan.require(model=model)
     mesh = mesh or Mesh(plan)
+    if mesh.sizes != plan.axes:
+        raise ValueError(f"{mesh} is not the plan's, which has {plan.axes}: make it with shardwise.Mesh(plan)")
+    if getattr(model, "_spread", False):
+        raise ValueError("this model is part of a parallel model already: build it anew for another one")
     dtype = DTYPES[plan.precision]
     device = mesh.device()
     axis = mesh.axis("pipeline")
     loss = as_loss(loss)
-    _refuse_batch_statistics(model, mesh)
-    collectives.agree(mesh.axis("world"), _facts(model, plan, seed, clip, optimizer))
+    decays = decay or (lambda name, parameter: parameter.ndim >= 2)
+    given: dict[str, object] = {
+        "seed": seed,
+        "clip": clip,
+        "optimizer": optimizer,
+        "overlap": overlap,
+        "negotiate": negotiate,
+        "bucket_bytes": bucket_bytes,
+    }
+    collectives.agree(mesh.axis("world"), _facts(model, plan, decays, given))
+    _refuse_batch_statistics(model, plan)
 
     # 1. Stages
     schedule = build_schedule(plan)
@@ -189,16 +202,17 @@ def parallelize(
     table = version_table(schedule)
     chunks: list[ModelChunk] = []
     steps_done: list[Callable[[], int]] = []
+    slot_of = {id(live[name]): slot for name, slot in slots.items()}
     for number, (module, buckets) in enumerate(zip(mine, own_buckets, strict=True)):
         tape = Tape()
-        chunk_slots = {name: slots[name] for name in (names_of(module, live)) if name in slots}
-        # At stage 3 a module's weights are gone by the time of W.
-        _attach(module, live, chunk_slots, tape, puts_off and plan.zero < 3, division)
         own_names = [item.name for _, item in buckets]
-        stage = schedule.placement[axis.rank][number]
+        # At stage 3 a module's weights are gone by the time of W.
+        puts_off = puts_off and plan.zero < 3
+        _attach(module, slot_of, {id(live[name]) for name in own_names}, tape, puts_off, division)
+        number_of_stage = schedule.placement[axis.rank][number]
         data_rank = mesh.axis("gradient").rank  # ranks whose positions or rows differ drop different ones
 
-        def seeds(microbatch: int, stage: int = stage, data_rank: int = data_rank) -> int:
+        def seeds(microbatch: int, stage: int = number_of_stage, data_rank: int = data_rank) -> int:
             return seed_of(seed, "forward", steps_done[0](), data_rank, microbatch, stage)
 
         chunks.append(
@@ -212,9 +226,12 @@ def parallelize(
                 overlap,
                 seeds,
                 splits,
-                None if table is None else (lambda microbatch, stage=stage: table(microbatch, stage)),  # type: ignore[misc]
+                None if table is None else (lambda microbatch, stage=number_of_stage: table(microbatch, stage)),  # type: ignore[misc]
             )
         )
+
+    for name, slot in slots.items():
+        hook(live[name], slot)
 
     # 5. The runner
     wire = Wire(axis, device, schedule.total_stages - 1, negotiate)
@@ -235,9 +252,8 @@ def parallelize(
         stage_parameters,
         context.local if context is not None else (lambda batch: batch),
     )
-    parallel = Parallel(
-assembly, plan, mesh, schedule, loss, optimizer, clip=clip, dtype=dtype
-    )
+    parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, dtype=dtype)
+    model._spread = True  # type: ignore[assignment]
     steps_done.append(lambda: int(parallel.step_count))
     if plan.schedule == "auto" and plan.pipeline > 1:
         if example is None:
@@ -288,10 +304,15 @@ def _stage_modules(
     if schedule.total_stages == 1:
         return [Whole(model)]
     parts = parts_of(model)
-    chosen = None
+    chosen: list[range] | ValueError | None = None
     if mesh.rank == 0:  # measured times differ from rank to rank
-        chosen = cut(parts, schedule.placement, plan.cut, example, loss.sum)
+        try:
+            chosen = cut(parts, schedule.placement, plan.cut, example, loss.sum)
+        except ValueError as error:
+            chosen = error
     ranges = collectives.broadcast_object(chosen, mesh.axis("world"))
+    if isinstance(ranges, ValueError):
+        raise ranges
     last = len(ranges) - 1
     return [Stage([parts[index] for index in held], number == 0, number == last) for number, held in enumerate(ranges)]
 
@@ -317,12 +338,6 @@ def _owners(modules: Iterable[nn.Module]) -> dict[int, list[Owner]]:
 
 def _owners_of(root: nn.Module, parameter: nn.Parameter) -> list[Owner]:
     return [(module, name) for module in root.modules() for name, own in module._parameters.items() if own is parameter]
-
-
-def names_of(module: nn.Module, live: dict[str, nn.Parameter]) -> list[str]:
-    """The names of a module's parameters among `live`."""
-    inside = {id(parameter) for parameter in module.parameters()}
-    return [name for name, parameter in live.items() if id(parameter) in inside]
 
 
 def _replace(parameter: nn.Parameter, value: Tensor, owners: list[Owner]) -> nn.Parameter:
@@ -388,26 +403,30 @@ def _move_buffers(model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, d
                 )
             module._buffers[attribute] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
             if attribute not in module._non_persistent_buffers_set:
-                found[f"{path}.{attribute}".lstrip(".")] = module._buffers[attribute]  # type: ignore[assignment]
+                found[f"{path}.{attribute}".lstrip(".")] = module._buffers[attribute]
     return found
 
 
 def _attach(
-    root: nn.Module, live: dict[str, nn.Parameter], slots: dict[str, Slot], tape: Tape, puts_off: bool, division: Division | None
+    root: nn.Module, slots: dict[int, Slot], own: set[int], tape: Tape, puts_off: bool, division: Division | None
 ) -> None:
-    by_id = {id(live[name]): slot for name, slot in slots.items()}
+    """Let the modules of a chunk land the gradients of their parameters.
+
+    Args:
+        slots: by id of parameter.
+        own: parameters that no other stage holds. A module with others is left to autograd, since it may be called under more than one tape.
+    """
     for module in root.modules():
-        own = {name: by_id[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in by_id}
-        if division is not None and division.attach(module, own, tape):
+        ids = {name: id(p) for name, p in module._parameters.items() if p is not None and id(p) in slots}
+        found = {name: slots[key] for name, key in ids.items()}
+        if division is not None and division.attach(module, found, tape):
             continue
-        if not own:
+        if not found or not own.issuperset(ids.values()):
             continue
-        if is_direct(module) and all(slot.direct for slot in own.values()):
-            attach(module, own, tape)
+        if is_direct(module) and all(slot.direct for slot in found.values()):
+            attach(module, found, tape)
         elif puts_off and can_put_off(module):
-            attach_apart(module, own, tape)
-    for name, slot in slots.items():
-        hook(live[name], slot)
+            attach_apart(module, found, tape)
 
 
 def _ranks_of(stages: Iterable[int], rank_of: dict[int, int]) -> tuple[int, ...]:
@@ -463,26 +482,29 @@ def _unit_modules(stage: nn.Module) -> list[nn.Module]:
     return [member for module in stage.modules() if isinstance(module, nn.ModuleList) for member in module]
 
 
-def _refuse_batch_statistics(model: nn.Module, mesh: Mesh) -> None:
-    if mesh.axis("gradient").size == 1:
+def _refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:
+    if plan.data_parallel * plan.context * plan.microbatches == 1:
         return
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        synchronised = isinstance(module, nn.SyncBatchNorm) and plan.microbatches == 1
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not synchronised:
             raise ValueError(
-                f"module {name!r} is a {type(module).__name__}: its statistics would be those of one rank's rows, so no layout could equal one "
-                "device; use GroupNorm or LayerNorm, or plan.replicate = plan.shard = plan.context = 1"
+                f"module {name!r} is a {type(module).__name__}: its statistics would be those of a rank's or a microbatch's part of the batch, "
+                "so no layout could equal one device; use GroupNorm or LayerNorm, or one data-parallel rank and one microbatch"
             )
 
 
 def _facts(
-    model: nn.Module, plan: Plan, seed: int, clip: float | None, optimizer: Optimizer | None
+    model: nn.Module, plan: Plan, decays: Callable[[str, nn.Parameter], bool], given: dict[str, object]
 ) -> dict[str, str]:
     """Fingerprints of what all ranks must have been given alike."""
-    facts = {"plan": plan.model_dump_json(), "seed": str(seed), "clip": str(clip), "optimizer": repr(optimizer)}
-    facts["model structure"] = str(
-        seed_of(*((n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in model.named_parameters()))
-    )
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            facts[f"value of parameter {name!r}"] = fingerprint(parameter)
+    facts = {f"plan.{key}": repr(getattr(plan, key)) for key in type(plan).model_fields}
+    facts |= {name: repr(value) for name, value in given.items()}
+    for name, p in model.named_parameters():
+        kind = f"{'trained' if p.requires_grad else 'frozen'}{', on the meta device' if p.is_meta else ''}"
+        decay = ", with weight decay" if decays(name, p) else ""
+        facts[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)} {kind}{decay}"
+    facts["order of parameters"] = str(seed_of(*(name for name, _ in model.named_parameters())))
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        facts |= {f"value of {kind} {name!r}": fingerprint(tensor) for name, tensor in named if not tensor.is_meta}
     return facts

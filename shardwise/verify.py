@@ -150,7 +150,7 @@ def verify(
     )
     if sabotage is not None:
         sabotage(parallel)
-    report = Report(_describe_plan(plan), tolerance or TOLERANCES[plan.precision], len(batches))
+    report = Report(_describe_plan(plan), TOLERANCES[plan.precision] if tolerance is None else tolerance, len(batches))
     main = parallel.mesh.rank == 0
     reference = _Reference(reference_model, parallel, loss, optimizer, seed, clip, decay) if main else None
     # An asynchronous schedule is drained half-way, so that starting over is verified too.
@@ -223,10 +223,9 @@ class _Reference:
         self.named = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         decays = decay or (lambda name, parameter: parameter.ndim >= 2)
-        self.optimizer = optimizer.reference(
-            [p for name, p in self.trained.items() if decays(name, p)],
-            [p for name, p in self.trained.items() if not decays(name, p)],
-        )
+        decayed = [p for name, p in self.trained.items() if decays(name, p)]
+        others = [p for name, p in self.trained.items() if not decays(name, p)]
+        self.optimizer = optimizer.reference(decayed, others) if self.trained else None
         self.num_data_ranks = parallel.num_data_ranks
         self.schedule = parallel.schedule
         self.stage_of = {
@@ -250,7 +249,7 @@ class _Reference:
         total = self.loss.sum(_call(self.model, inputs), targets)
         self._zero()
         if total.requires_grad:
-            (total / max(1, count)).backward()
+            torch.autograd.backward(total / max(1, count))
         self._update([list(self.trained.values())])
         return float(total.detach()) / max(1, count)
 
@@ -272,7 +271,7 @@ class _Reference:
             divisor = sum(c for c, g in zip(counts, self.groups, strict=True) if g == group)
             for inputs, targets in part:
                 total = self.loss.sum(_call(self.model, inputs), targets)
-                (total / max(1, divisor)).backward()
+                torch.autograd.backward(total / max(1, divisor))
                 summed += float(total.detach())
             with torch.no_grad():
                 for name, parameter in self.trained.items():
@@ -312,7 +311,8 @@ class _Reference:
             if self.clip is not None and self.norm > self.clip:
                 for gradient in found:
                     gradient.mul_(self.clip / self.norm)
-        self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def gradients(self) -> dict[str, Tensor]:
         return self.last
@@ -337,9 +337,9 @@ def _materialize(model: nn.Module, seed: int) -> nn.Module:
     values = {id(p): drawn[name] for name, p in model.named_parameters() if p.is_meta}
     fresh: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in values:
-                key = id(parameter)
-                fresh.setdefault(key, nn.Parameter(values[key], requires_grad=parameter.requires_grad))
+        for attribute, own in module._parameters.items():
+            if own is not None and id(own) in values:
+                key = id(own)
+                fresh.setdefault(key, nn.Parameter(values[key], requires_grad=own.requires_grad))
                 module._parameters[attribute] = fresh[key]
     return model.to("cpu", torch.float64)
