@@ -14,6 +14,7 @@ from shardwise.gradient import Tape, hook
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Half
+from shardwise.randomness import seed_generators
 
 Owner = tuple[nn.Module, str]
 
@@ -84,7 +85,7 @@ class ModelChunk:
             self._versions[number].users.add(microbatch)
             self._next_microbatch = microbatch + 1
         if self.module.training:
-            torch.manual_seed(self._seeds(microbatch))
+            seed_generators(self._seeds(microbatch))
         with self._units.running():
             return self.module(received, inputs)
 
@@ -155,6 +156,12 @@ class ModelChunk:
         version = self._versions[self.current]
         for bucket in self.buckets.buckets:
             yield bucket, version.values[id(bucket)]
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of the weight versions held beside the first."""
+        beside = len(self._versions) + len(self._spare) - 1
+        return beside * sum(bucket.values.numel() * bucket.values.element_size() for bucket in self.buckets.buckets)
 
     @property
     def num_versions(self) -> int:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.initial import seed_of
 from shardwise.layout import share
+from shardwise.randomness import seed_generators
 from shardwise.tensor_parallel.region import SEQUENCE_DIM, Region
 
 
@@ -106,7 +107,7 @@ def own_numbers(module: nn.Module, region: Region) -> None:
         common = int(torch.randint(1 << 62, ()))
         backend = accelerator()
         saved.append((torch.get_rng_state(), None if backend is None else backend.get_rng_state()))
-        torch.manual_seed(seed_of(common, region.axis.rank))
+        seed_generators(seed_of(common, region.axis.rank))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if not saved:
