@@ -139,6 +139,8 @@ class ModelChunk:
 
     def settle(self) -> None:
         """No microbatch is in flight: keep the newest version alone, where everything else looks for the parameters."""
+        if self._version_of is None:
+            return
         for number in [number for number in self._versions if number != self.current]:
             self._spare.append(self._versions.pop(number))
         version = self._versions.pop(self.current)

@@ -20,6 +20,7 @@ from shardwise.layout import Layout, Place, share
 from shardwise.loss import Loss
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
+from shardwise.pieces import Pieces, pieces_of
 from shardwise.pipeline_parallel.runner import Microbatch, Runner
 from shardwise.pipeline_parallel.schedule import (
     Action,
@@ -361,10 +362,18 @@ class Parallel:
                 for moment, pieces in bucket.moment_pieces(entry, self._optimizer, places).items():
                     state[f"optimizer/{entry.name}/{moment}"] = pieces
         for name, parameter in self._assembly.frozen.items():
-            state[f"model/{name}"] = parameter.detach()
+            state[f"model/{name}"] = self._boxed(name, parameter.detach())
         for name, buffer in self._assembly.persistent.items():
             state[f"model/{name}"] = buffer
         return state
+
+    def _boxed(self, name: str, tensor: Tensor) -> Tensor | Pieces:
+        """This rank's part of something in a parameter's shape, as boxes of the whole if it is divided."""
+        layout = self._assembly.layouts[name]
+        if not layout.splits:
+            return tensor
+        places = {axis: self.mesh.axis(axis) for axis in ("context", "tensor")}
+        return pieces_of(layout, places, tensor.view(-1), 0, tensor.numel())
 
     def loaded(self) -> None:
         """Call after tensors of `state_dict()` were overwritten in place."""
@@ -396,7 +405,8 @@ class Parallel:
 
     def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         axis = self.mesh.axis("pipeline")
-        mine = {name: self._whole(tensor, self._assembly.layouts[name]) for name, tensor in mine.items()}
+        layouts = self._assembly.layouts  # in one order on all ranks, unlike the entries of buckets
+        mine = {name: self._whole(mine[name], layouts[name]) for name in self._assembly.order if name in mine}
         facts = collectives.all_gather_object(
             {name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, axis
         )
@@ -441,6 +451,19 @@ class Parallel:
         found: dict[object, str] = {}
         odd = {piece[0] for other in everyone for piece, bits in other.items() if found.setdefault(piece, bits) != bits}
         return next((name for name in self._assembly.order if name in odd), None)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes this rank holds between steps for trained parameters: "parameters", "gradients" and "optimizer" state; and "buffers", what whole
+        gradients land in during backward from ZeRO stage 2 on. Padding of buckets is counted, other ranks' memory that this one maps is not."""
+        found = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0)
+        for buckets in (*(chunk.buckets for chunk in self.chunks), *self._assembly.shared):
+            found["buffers"] += buckets.landing_bytes
+            for bucket in buckets.buckets:
+                for kind, size in bucket.memory().items():
+                    found[kind] += size
+        for chunk in self.chunks:
+            found["parameters"] += chunk.version_bytes
+        return found
 
     # The recorded timeline
 

@@ -178,6 +178,17 @@ class Bucket:
         between = self.reducer.replicas if self.stage else self.reducer.axis
         return sum_of_squares(self.own_gradient[slice(*share(self.own_gradient.numel(), between.rank, between.size))])
 
+    def memory(self) -> dict[str, int]:
+        """Bytes held between steps, by kind."""
+        whole = self.values if self.stage < 3 else self.own
+        gradients = self.landing.tensor if self.landing is not None else self.own_gradient
+        state = [moment for fragment in self.fragments for moment in fragment.state.values()]
+        return {
+            "parameters": whole.numel() * whole.element_size(),
+            "gradients": gradients.numel() * gradients.element_size(),
+            "optimizer": sum(moment.numel() * moment.element_size() for moment in state),
+        }
+
     # Values at stage 3
 
     def acquire(self, fill: bool = True) -> None:
@@ -308,6 +319,11 @@ class Buckets:
         for bucket in self.buckets:
             for entry in bucket.entries:
                 yield bucket, entry
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of the buffers that whole gradients land in from stage 2 on."""
+        return sum(flat.tensor.numel() * flat.tensor.element_size() for flat in self._pool)
 
     @property
     def every_microbatch(self) -> bool:

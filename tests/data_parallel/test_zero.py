@@ -1,0 +1,125 @@
+"""ZeRO: what each stage divides, what it moves, and checkpoints from one division to another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.data_parallel.reducer import Reducer
+from shardwise.mesh import Mesh
+from shardwise.optimizers import AdamW
+from shardwise.parallel import Parallel
+from shardwise.parallelize import parallelize
+from shardwise.plan import Plan
+from shardwise.training import storage
+from shardwise.training.checkpoints import Checkpoints, find
+from shardwise.training.config import CheckpointConfig
+from shardwise.training.ranks import Ranks
+from tests.pool import run_ranks
+from tests.small_models import build, make_batches
+
+
+def make(plan: dict[str, Any], **settings: Any) -> Parallel:
+    model = build({"num_blocks": 4})
+    return parallelize(model, Plan(**plan), optimizer=AdamW(lr=1e-2), clip=1.0, bucket_bytes=600, **settings)
+
+
+def steps(parallel: Parallel, first: int, count: int) -> list[float]:
+    return [parallel.step(parallel.share(batch)).loss for batch in make_batches(6, 12, 4)[first : first + count]]
+
+
+def memory(plan: dict[str, Any]) -> tuple[dict[str, int], int]:
+    parallel = make(plan)
+    steps(parallel, 0, 2)
+    numel = sum(value.numel() for value in parallel.full_parameters().values())
+    found = parallel.memory()
+    parallel.close()
+    return found, numel
+
+
+@pytest.mark.parametrize(("stage", "whole"), [(0, (4, 4, 8)), (1, (4, 4, 0)), (2, (4, 0, 0)), (3, (0, 0, 0))])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_between_steps_are_the_papers(stage: int, whole: tuple[int, int, int], ranks: int) -> None:
+    for found, numel in run_ranks(memory, ranks, {"shard": ranks, "zero": stage}):
+        for kind, kept, total in zip(("parameters", "gradients", "optimizer"), whole, (4, 4, 8), strict=True):
+            divided = (total - kept) * numel / ranks
+            # Buckets are padded by less than an element a rank each, and a rank may have the padding.
+            assert abs(kept * numel + divided - found[kind]) <= total * ranks * 20
+        assert (found["buffers"] > 0) == (stage >= 2)
+
+
+def save(plan: dict[str, Any], folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    parallel = make(plan)
+    steps(parallel, 0, 2)
+    config = CheckpointConfig(asynchronous=False)
+    checkpoints = Checkpoints(Path(folder), config, Ranks.world(60), Ranks.world(60), print)
+    checkpoints.prepare()
+    checkpoints.save_last(2, parallel.state_dict(), {})
+    checkpoints.close()
+    found = steps(parallel, 2, 2), parallel.full_parameters()
+    parallel.close()
+    return found
+
+
+def load(plan: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    parallel = make(plan, seed=5)
+    storage.load(parallel.state_dict(), find(Path(folder), print, Ranks.world(60)), Ranks.world(60))
+    parallel.loaded()
+    start = parallel.full_parameters()
+    found = steps(parallel, 2, 2)
+    end = parallel.full_parameters()
+    parallel.close()
+    return start, found, end
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"shard": 2, "zero": 3}, {}),
+        ({"shard": 2, "zero": 3}, {"shard": 3, "zero": 2}),
+        ({"shard": 3, "zero": 1}, {"shard": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
+        ({}, {"shard": 2, "replicate": 2, "zero": 3}),
+    ],
+)
+def test_a_checkpoint_loads_into_any_division(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    before, after = before | {"precision": "fp64"}, after | {"precision": "fp64"}
+    (losses, end) = run_ranks(save, Plan(**before).num_ranks, before, str(tmp_path / "saved"))[0]
+    again = run_ranks(save, Plan(**before).num_ranks, before, str(tmp_path / "again"))[0]
+    for start, found, reached in run_ranks(load, Plan(**after).num_ranks, after, str(tmp_path / "saved")):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert losses == again[0]
+        for name, value in reached.items():
+            torch.testing.assert_close(value, end[name], rtol=1e-9, atol=1e-12)
+        assert set(start) == set(end)
+
+
+def exchanged(rows: int) -> list[Tensor]:
+    mesh = Mesh({"replicate": 2, "shard": 2})
+    found = []
+    for link in (True, False):
+        reducer = Reducer(mesh, link=link)
+        flat = reducer.allocate(4 * rows, torch.float64, torch.device("cpu"))
+        flat.tensor.copy_(torch.arange(4.0 * rows, dtype=torch.float64) * (1 + mesh.rank) ** 2)
+        into = torch.ones(2 * rows, dtype=torch.float64)
+        reducer.reduce_scatter(flat, into).wait()
+        flat.tensor.copy_(torch.arange(4.0 * rows, dtype=torch.float64) * (1 + mesh.rank) ** 2)
+        reducer.reduce_scatter(flat).wait()
+        own = flat.tensor.view(2, -1)[reducer.zero.rank].clone()
+        reducer.meet()
+        reducer.refresh(flat)
+        found += [into, own, flat.tensor.clone()]
+        reducer.close()
+    return found
+
+
+def test_shared_memory_and_messages_give_the_same() -> None:
+    factor = sum((1 + rank) ** 2 for rank in range(4))
+    for rank, found in enumerate(run_ranks(exchanged, 4, 3)):
+        whole = torch.arange(12.0, dtype=torch.float64) * factor
+        own = whole.view(2, -1)[rank % 2]
+        for into, reduced, full in (found[:3], found[3:]):
+            assert torch.equal(into, own + 1)
+            assert torch.equal(reduced, own)
+            assert torch.equal(full, whole)
