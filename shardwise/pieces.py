@@ -1,15 +1,20 @@
 """The pieces of a global tensor that a rank holds, in the form in which torch.distributed.checkpoint saves and loads them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardwise.layout import Box, Layout, Place
+
+if TYPE_CHECKING:  # a second of imports that only those who save and load need
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,9 @@ class Pieces:
     boxes: Sequence[tuple[Box, Tensor]]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 MetadataIndex(fqn, torch.Size(box.offset)),
@@ -45,6 +53,8 @@ class Pieces:
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
 
 

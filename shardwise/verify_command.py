@@ -23,7 +23,7 @@ from shardwise.verify import Report, verify
 def _skip_reduction(parallel: Parallel) -> None:
     """The first bucket of this rank's first chunk keeps its own gradients."""
     bucket = parallel.chunks[0].buckets.buckets[0]
-    bucket.reducers = [bucket.reducers[0].alone()]
+    bucket.reducer = bucket.reducer.alone()
 
 
 def _stale_weights(parallel: Parallel) -> None:
