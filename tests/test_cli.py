@@ -62,9 +62,9 @@ def test_a_wrong_key_is_one_line_that_suggests_the_right_one(run, trained) -> No
 
 
 def test_every_problem_is_a_line_of_its_own(run, trained) -> None:
-    said = run("train", QUICKSTART, "plan.tensor=2", "plan.zero=1")
+    said = run("train", QUICKSTART, "plan.chunks=2", "plan.vertical_sync=true")
     assert said.status == 2
-    assert len(said.err.splitlines()) == 3
+    assert len(said.err.splitlines()) == 2
     assert all(line.startswith("error: plan.") for line in said.err.splitlines())
 
 

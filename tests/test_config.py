@@ -133,7 +133,7 @@ def test_rules_between_sections_are_checked() -> None:
     assert line_of("data.sequence=64", "model.sequence=32") == (
         "data.sequence: 64 is longer than the model's 32 tokens; lower it or set model.sequence to 64"
     )
-    assert line_of("plan.zero=1", "data.sequence=64", "model.sequence=32").count("\n") == 2
+    assert line_of("plan.vertical_sync=true", "data.sequence=64", "model.sequence=32").count("\n") == 1
 
 
 def test_ranks_are_checked_where_they_are_known() -> None:
