@@ -78,6 +78,8 @@ def assert_agrees(plan: dict[str, Any], model: dict[str, Any], job: dict[str, An
         ({"context": 2, "pipeline": 2, "schedule": "auto", "microbatches": 2, "cut": "time"}, {"tied": False}, {}),
         ({"context": 2, "replicate": 2}, {"family": "llama", "kv_heads": 1}, {"documents": True, "more": 1}),
         ({"context": 2, "shard": 2, "microbatches": 2}, {}, {"more": 1, "positions": True}),
+        ({"context": 2, "zero": 1}, {"kv_heads": 2}, {}),
+        ({"context": 2, "shard": 2, "zero": 3, "microbatches": 2}, {"family": "llama"}, {"documents": True}),
     ],
     ids=str,
 )
