@@ -1,47 +1,91 @@
-"""The summed cross-entropy, value and gradient, beside torch's."""
+"""Losses are sums over targets, divided once by how many there are."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from shardwise.loss import IGNORED, cross_entropy
-
-
-def _reference(logits: Tensor, targets: Tensor) -> Tensor:
-    flat = logits.reshape(-1, logits.shape[-1]).double()
-    return F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
+from shardwise.loss import IGNORED, Loss, as_loss, count_targets, cross_entropy, cross_entropy_with
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [1, 7, 300_000])  # one token a chunk, and several
-def test_value_and_gradient(dtype: torch.dtype, vocabulary: int) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, 3, vocabulary).to(dtype).requires_grad_()
-    targets = torch.randint(0, vocabulary, (2, 3))
-    targets[0, 1] = IGNORED
-    other = logits.detach().clone().requires_grad_()
-    loss, expected = cross_entropy.sum(logits, targets), _reference(other, targets)
-    (loss / 5).backward()
-    (expected / 5).backward()
-    accuracy = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=min(accuracy, 1e-5), atol=1e-12)
-    torch.testing.assert_close(logits.grad, other.grad, rtol=accuracy, atol=1e-8)
-    with torch.no_grad():
-        assert cross_entropy.sum(logits, targets) == loss.detach()
+def sample(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn((3, 5, 11), generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(11, (3, 5), generator=generator)
+    targets[0, 2:] = IGNORED
+    targets[2] = IGNORED
+    return logits.requires_grad_(), targets
 
 
-def test_nothing_counts() -> None:
-    logits = torch.randn(2, 5, requires_grad=True)
-    loss = cross_entropy.sum(logits, torch.full((2,), IGNORED))
-    loss.backward()
-    assert loss.item() == 0
-    assert logits.grad is not None
-    assert not logits.grad.any()
-    cross_entropy.sum(torch.randn(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64)).backward()
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_cross_entropy_and_its_gradient_are_torchs_summed(smoothing: float, z_loss: float) -> None:
+    logits, targets = sample()
+    loss = cross_entropy_with(smoothing, z_loss)
+    found = loss.sum(logits, targets)
+    (gradient,) = torch.autograd.grad(found, logits, torch.tensor(0.3, dtype=torch.float64))
+    flat, flat_targets = logits.reshape(-1, 11), targets.reshape(-1)
+    expected = F.cross_entropy(flat, flat_targets, reduction="sum", label_smoothing=smoothing)
+    expected = expected + z_loss * (flat.logsumexp(1) ** 2)[flat_targets != IGNORED].sum()
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(0.3 * expected, logits)[0], rtol=1e-12, atol=1e-15)
+    assert int(loss.count(targets)) == 7
 
 
-@pytest.mark.parametrize("target", [5, -1])
-def test_a_target_outside_the_vocabulary(target: int) -> None:
-    with pytest.raises(IndexError, match="outside the 5 tokens"):
-        cross_entropy.sum(torch.randn(2, 5), torch.tensor([0, target]))
+def test_a_loss_over_more_elements_than_a_chunk_is_whole() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn((9, 100_000), generator=generator, requires_grad=True)  # three rows to a chunk
+    targets = torch.randint(100_000, (9,), generator=generator)
+    (gradient,) = torch.autograd.grad(cross_entropy.sum(logits, targets), logits)
+    expected = torch.autograd.grad(F.cross_entropy(logits, targets, reduction="sum"), logits)[0]
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    logits, targets = sample(torch.bfloat16)
+    found = cross_entropy.sum(logits, targets)
+    assert found.dtype == torch.float32
+    expected = F.cross_entropy(logits.float().reshape(-1, 11), targets.reshape(-1), reduction="sum")
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_without_targets_has_loss_zero_and_no_gradient() -> None:
+    logits, targets = sample()
+    targets.fill_(IGNORED)
+    found = cross_entropy.sum(logits, targets)
+    assert found.item() == 0.0
+    assert not torch.autograd.grad(found, logits)[0].any()
+    assert cross_entropy.sum(logits[:0], targets[:0]).item() == 0.0
+
+
+def test_a_target_outside_the_vocabulary_is_an_error_and_not_a_wrong_number() -> None:
+    logits, targets = sample()
+    targets[0, 0] = 11
+    with pytest.raises(IndexError, match="outside the 11 tokens"):
+        cross_entropy.sum(logits, targets)
+
+
+def test_logits_of_an_output_object_are_found() -> None:
+    logits, targets = sample()
+    assert torch.equal(cross_entropy.sum(SimpleNamespace(logits=logits), targets), cross_entropy.sum(logits, targets))
+
+
+def test_targets_that_count() -> None:
+    assert int(count_targets(torch.tensor([[1, IGNORED], [IGNORED, 0]]))) == 2
+    assert int(count_targets(torch.rand(5, 3))) == 5  # values to predict: rows
+    assert int(count_targets(torch.ones(4, 2, dtype=torch.bool))) == 4
+    assert int(count_targets(torch.empty(0, 3, dtype=torch.int64))) == 0
+
+
+def test_a_plain_function_is_a_loss() -> None:
+    loss = as_loss(lambda output, targets: (output - targets).square().sum())
+    assert isinstance(loss, Loss)
+    assert loss.sum(torch.ones(2), torch.zeros(2)).item() == 2.0
+    assert as_loss(cross_entropy) is cross_entropy
+
+
+@pytest.mark.parametrize(("terms", "line"), [((1.5, 0.0), "label_smoothing = 1.5"), ((0.0, -1.0), "z_loss = -1.0")])
+def test_terms_out_of_range_are_refused(terms: tuple[float, float], line: str) -> None:
+    with pytest.raises(ValueError, match=f"{line} .*; choose"):
+        cross_entropy_with(*terms)
