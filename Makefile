@@ -2,6 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 ARGS ?=
+BENCHMARKS := $(filter-out __init__ harness,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 .PHONY: help install train test lint bench clean
 
@@ -27,7 +28,7 @@ lint: .venv/.developing
 	$(BIN)/mypy
 
 bench: .venv/.developing
-	for script in benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$script $(ARGS) || exit 1; done
+	set -e; for name in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
