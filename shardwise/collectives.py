@@ -314,8 +314,8 @@ class Exchange:
         if tuple(shard.shape) != largest:
             padded = shard.new_zeros(largest)
             padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
-        everyone = shard.new_empty(size, *largest)
-        dist.all_gather_into_tensor(everyone, padded, group=self.axis.group)
+        everyone = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(everyone, padded, group=self.axis.group)
         return torch.cat([everyone[rank].narrow(dim, 0, shape[dim]) for rank, shape in enumerate(shapes)], dim)
 
     def close(self) -> None:
@@ -326,11 +326,10 @@ class Exchange:
 
     def _start_elsewhere(self, buffer: Tensor, dim: int | None) -> Callable[[], Tensor]:
         size = self.axis.size
-        if dim is not None and buffer.device.type != "cpu" and buffer.shape[dim] % size == 0:
-            # Ranks' shares one after the other, as the backend wants them; gloo's own is slower than a whole sum.
-            stacked = torch.cat(buffer.chunk(size, dim)) if dim else buffer
-            out = stacked.new_empty(stacked.shape[0] // size, *stacked.shape[1:])
-            work = dist.reduce_scatter_tensor(out, stacked, group=self.axis.group, async_op=True)
+        if dim is not None and buffer.device.type != "cpu" and buffer.shape[dim] % size == 0:  # gloo's is slower than a sum
+            shares = [part.contiguous() for part in buffer.chunk(size, dim)]
+            out = torch.empty_like(shares[0])
+            work = dist.reduce_scatter(out, shares, group=self.axis.group, async_op=True)
         else:
             out = buffer
             work = dist.all_reduce(out, group=self.axis.group, async_op=True)

@@ -7,14 +7,12 @@
 5. The runner.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import batch as batches
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk, Owner
@@ -32,7 +30,7 @@ from shardwise.pipeline_parallel import schedule as schedules
 from shardwise.pipeline_parallel.runner import Runner
 from shardwise.pipeline_parallel.schedule import Kind, Schedule
 from shardwise.pipeline_parallel.simulator import Costs, Memory
-from shardwise.pipeline_parallel.stages import Part, Stage, Whole, cut, parts_of
+from shardwise.pipeline_parallel.stages import Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
 from shardwise.tensor_parallel.context import divide
@@ -41,6 +39,11 @@ from shardwise.tensor_parallel.division import divide as divide_layers
 from shardwise.tensor_parallel.rules import Rules
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+# What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the optimizer rounds an
+# element by where it lies in a flat tensor, and copies must stay equal to the bit.
+DIVIDED = "divided"
 
 
 def parallelize(
@@ -140,7 +143,10 @@ def parallelize(
     layouts = {name: _layout_of(division, p) for name, p in model.named_parameters()}
     parts = further_axes(mesh, layouts.values()) if division is not None else {}
     further: dict[str, Sequence[Axis]] = {
-        _sum_key(tie, part): [*ties.get(tie, ()), *((parts[part],) if part else ())] for tie in ("", *ties) for part in ("", *parts)
+        _sum_key(tie, part, divided): [*ties.get(tie, ()), *((parts[part],) if part else ())]
+        for tie in ("", *ties)
+        for part in ("", *parts)
+        for divided in ("", DIVIDED)
     }
     splits = {name: mesh.axis(name) for name in ("context", "tensor")}
     unit_of = _mark_units(mine) if plan.zero == 3 else {}
@@ -161,7 +167,9 @@ def parallelize(
             direct=len(own) == 1 and key not in shared and (is_direct(own[0][0]) or (division is not None and division.writes(own[0][0]))),
             counted=layout.counted_here(places, ("tensor",)) and (key not in shared or axis.rank == holders[name]),
             unit=unit_of.get(key, -1),
-            extra=_sum_key(_tie_key(ranks) if len(ranks) > 1 else "", further_sum(layout)),
+            extra=_sum_key(
+                _tie_key(ranks) if len(ranks) > 1 else "", further_sum(layout), DIVIDED if layout.splits else ""
+            ),
         )
 
     puts_off = any(action.kind is Kind.W for row in schedule.rows for action in row)

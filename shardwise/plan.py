@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 # What works of the keys that are not built in full, by kind of value ("local" is the kind of "local:16").
 BUILT: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
-    "tensor": (1,),
-    "sequence": (False,),
     "expert": (1,),
     "averaging": ("every-step",),
     "recompute": ("none",),
@@ -236,6 +234,15 @@ def _zero(plan: Plan, job: _Job) -> Iterator[Problem]:
         )
 
 
+def _zero_asynchronous(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.zero and plan.schedule in ASYNCHRONOUS:
+        yield Problem(
+            "plan.zero",
+            f"dividing state under {plan.schedule}, which keeps several weight versions, is not built yet",
+            "set plan.zero to 0, or plan.schedule to a synchronous one such as 1f1b",
+        )
+
+
 def _sequence(plan: Plan, job: _Job) -> Iterator[Problem]:
     if plan.sequence and plan.tensor == 1:
         yield Problem(
@@ -252,6 +259,13 @@ def _tensor(plan: Plan, job: _Job) -> Iterator[Problem]:
             "plan.tensor",
             f"{plan.tensor} ranks do not divide {heads} attention heads, and a head is never split",
             "choose a divisor of model.heads",
+        )
+    shared = job.setting("kv_heads")
+    if shared and not heads % plan.tensor and shared % plan.tensor and plan.tensor % shared:
+        yield Problem(
+            "plan.tensor",
+            f"{plan.tensor} ranks cannot each have whole ones, or one, of {shared} key and value heads",
+            "choose a divisor or a multiple of model.kv_heads",
         )
 
 
@@ -461,6 +475,7 @@ _RULES = (
     _ranks,
     _batch,
     _zero,
+    _zero_asynchronous,
     _sequence,
     _tensor,
     _context,

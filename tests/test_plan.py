@@ -225,7 +225,9 @@ def test_every_key_of_the_table_is_a_key_of_the_plan_and_its_default_is_built() 
     assert Plan().check() == []
 
 
-@pytest.mark.parametrize("plan", [Plan(replicate=2, shard=3), Plan(precision="fp64"), Plan(pipeline=3)])
+@pytest.mark.parametrize(
+    "plan", [Plan(replicate=2, shard=3), Plan(precision="fp64"), Plan(pipeline=3), Plan(tensor=4, sequence=True)]
+)
 def test_what_is_built_is_accepted(plan: Plan) -> None:
     assert plan.check(num_ranks=plan.num_ranks, batch=6) == []
 
@@ -388,6 +390,9 @@ def test_the_config_of_a_model_stands_for_it() -> None:
     assert keys(Plan(pipeline=2, cut=[1, 1]), model=model) == {"plan.cut"}
     assert keys(Plan(tensor=3), model=model) == set()
     assert keys(Plan(tensor=4), model=model) == {"plan.tensor"}
+    shared = ModelConfig(family="llama", hidden=24, heads=6, kv_heads=3)
+    assert keys(Plan(tensor=3), model=shared) == keys(Plan(tensor=6), model=shared) == set()
+    assert keys(Plan(tensor=2), model=shared) == {"plan.tensor"}
     assert keys(Plan(tensor=2, context=3, context_method="ulysses"), model=model) == set()
     assert keys(Plan(tensor=2, context=2, context_method="ulysses"), model=model) == {"plan.context_method"}
     assert keys(Plan(context=2, context_method="ulysses"), model=ModelConfig(dropout=0.1)) == set()

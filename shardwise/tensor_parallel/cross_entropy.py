@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.layout import share
 from shardwise.loss import IGNORED, CrossEntropy
-from shardwise.tensor_parallel.region import Region
+from shardwise.tensor_parallel.region import Region, rows_of
 
 # Logits looked at together: small enough for a cache, large enough that the calls cost nothing beside the work.
 CHUNK_ELEMENTS = 1 << 18
@@ -27,8 +27,7 @@ def divided_cross_entropy(logits: Tensor, targets: Tensor, terms: CrossEntropy, 
         terms: label smoothing and z-loss.
         vocabulary: V.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
-    return _CrossEntropy.apply(flat, targets.reshape(-1), terms, region, vocabulary)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(rows_of(logits), targets.reshape(-1), terms, region, vocabulary)  # type: ignore[no-any-return]
 
 
 def _chunks(logits: Tensor) -> list[slice]:

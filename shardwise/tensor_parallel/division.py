@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.collectives import Exchange
@@ -130,8 +129,10 @@ def divide(model: nn.Module, plan: Plan, mesh: Mesh, rules: Rules | None) -> Div
             _divide_vocabulary(division, path, module)
         elif found.style.kind == "head":
             _share_heads(division, path, module)
-        elif found.style.kind == "replicated" and plan.sequence and path in assigned:
-            keep_whole(module, region)
+        elif found.style.kind == "replicated":
+            division.declare(path, module, {name: Layout(tuple(p.shape)) for name, p in module._parameters.items() if p is not None})
+            if plan.sequence and path in assigned:
+                keep_whole(module, region)
     if plan.sequence and not division.vocabulary:
         raise ValueError(
             'plan.sequence: no rule divides the output matrix over the vocabulary, where the split sequence ends; pass rules={PATH: "vocabulary"}, '
@@ -238,9 +239,10 @@ def _keep(division: Division, path: str, module: nn.Module, found: Assigned | No
             f'plan.tensor: no rule says how {where} is divided; pass parallelize(..., rules={{{path!r}: "column"}}) (or row, vocabulary), or '
             '"replicated" to keep it whole on every rank'
         )
+    partial = ("tensor",) if division.region.sequence else ()
+    division.declare(path, module, {name: Layout(tuple(p.shape), partial=partial) for name, p in own.items()})
     if not division.region.sequence:
         return
-    division.declare(path, module, {name: Layout(tuple(p.shape), partial=("tensor",)) for name, p in own.items()})
     if isinstance(module, nn.Embedding):
         divide_positions(module, division.region)
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:

@@ -1,5 +1,6 @@
 """What the tensor-parallel modules of a rank have in common."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,7 @@ class Landing:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """(..., H) as a matrix (N, H)."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def product(left: Tensor, right: Tensor, out: Tensor, first: bool) -> None:
