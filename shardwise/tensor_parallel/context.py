@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import batch as batches
 from shardwise.batch import Batch
 from shardwise.mesh import Mesh
+from shardwise.tensor_parallel import huggingface
 from shardwise.tensor_parallel.ring import RingAttention
 from shardwise.tensor_parallel.ulysses import UlyssesAttention
 from shardwise.tensor_parallel.zigzag import Spread, Zigzag
@@ -61,17 +62,22 @@ def attention_cores(model: nn.Module) -> list[str]:
     return found
 
 
+def _cores(model: nn.Module) -> dict[str, nn.Module]:
+    if huggingface.is_hugging_face(model):
+        return huggingface.cores(model)
+    return {path: model.get_submodule(path) for path in attention_cores(model)}
+
+
 def check(model: nn.Module, method: str) -> None:
     """Check that a model's sequences can be divided.
 
     Raises:
         ValueError: "reason; mend".
     """
-    cores = attention_cores(model)
+    cores = _cores(model)
     name = type(model).__name__
     _positions_name(model)
-    for path in cores:
-        core = model.get_submodule(path)
+    for path, core in cores.items():
         if next(core.parameters(), None) is not None or next(core.buffers(), None) is not None:
             raise ValueError(
                 f"attention module {path!r} of {name} has parameters or buffers; name the module inside that computes "
@@ -101,7 +107,7 @@ def _check_ring(path: str, core: nn.Module) -> None:
     if getattr(dropout, "p", dropout):
         raise ValueError(
             f"attention module {path!r} drops attention weights, which ring attention never holds; "
-            'set model.dropout = 0, or plan.context_method = "ulysses"'
+            'set the model\'s dropout to 0, or plan.context_method = "ulysses"'
         )
     if not _is_causal_attention(core):
         raise ValueError(
@@ -141,11 +147,12 @@ def _positions_name(model: nn.Module) -> str:
 class Context:
     """The division of sequences over a mesh's context axis. Made by `divide`."""
 
-    def __init__(self, mesh: Mesh, positions: str) -> None:
+    def __init__(self, mesh: Mesh, positions: str, only: frozenset[str] | None = None) -> None:
         axis = mesh.axis("context")
         # A group of its own: attention must not wait behind sums of gradients.
         self.axis = replace(axis, group=mesh.private_group(axis))
         self._positions = positions
+        self._only = only  # the tensors that may be among the inputs, where others would mean something
         self._spreads: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor of positions
         self._current: Spread | None = None
 
@@ -163,6 +170,11 @@ class Context:
             raise ValueError(
                 f"plan.context adds {self._positions!r} to a model's inputs, which must be a dict of named tensors, "
                 f"not a {type(inputs).__name__}; name them as the model's forward does"
+            )
+        if self._only is not None and (others := sorted(set(inputs) - self._only)):
+            raise ValueError(
+                f"plan.context does not divide what {others[0]!r} means to a Hugging Face model; give it "
+                f"{' and '.join(sorted(self._only))} alone"
             )
         lengths = {tuple(leaf.shape[1:2]) for leaf in batches.tensors(batch)}
         if len(lengths) != 1 or () in lengths:
@@ -222,15 +234,16 @@ def divide(model: nn.Module, stages: Iterable[nn.Module], mesh: Mesh, method: st
         check(model, method)
     except ValueError as error:
         raise ValueError(f"plan.context: {error}") from None
-    context = Context(mesh, _positions_name(model))
-    # All first: the same module may stand in several places.
-    cores = [(path, model.get_submodule(path)) for path in attention_cores(model)]
-    fresh: dict[nn.Module, nn.Module] = {}
-    for path, core in cores:
+    only = huggingface.INPUTS if huggingface.is_hugging_face(model) else None
+    context = Context(mesh, _positions_name(model), only)
+    fresh: dict[nn.Module, nn.Module] = {}  # the same module may stand in several places
+    for path, core in _cores(model).items():
         if core not in fresh:
             fresh[core] = _divided(core, context, method)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, fresh[core])
+    if huggingface.is_hugging_face(model):
+        huggingface.route(model)
     for stage in stages:
         stage.register_forward_pre_hook(context.enter)
     return context
