@@ -1,0 +1,68 @@
+"""A checkpoint written at one size of the tensor axis is read at another, moments included."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from shardwise.models import build
+from shardwise.models.config import ModelConfig
+from shardwise.optimizers import AdamW
+from shardwise.parallel import Parallel
+from shardwise.parallelize import parallelize
+from shardwise.plan import Plan
+from tests.pool import run_ranks
+
+VOCABULARY = 19
+
+
+def make(plan: dict[str, Any], seed: int) -> Parallel:
+    config = ModelConfig(family="qwen", query_key_norm=True, layers=2, hidden=24, heads=4, kv_heads=2, intermediate=7, sequence=8, tied=True)
+    return parallelize(build(config, VOCABULARY), Plan(precision="fp64", **plan), optimizer=AdamW(lr=1e-2), seed=seed)
+
+
+def train(parallel: Parallel) -> float:
+    tokens = torch.arange(8).view(2, 4) + 7
+    return parallel.step(parallel.share(({"tokens": tokens}, tokens.roll(1, 1)))).loss
+
+
+def save(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
+    parallel = make(plan, 0)
+    train(parallel)
+    dcp.save(parallel.state_dict(), checkpoint_id=folder)
+    parameters = {name: value.clone() for name, value in parallel.full_parameters().items()}
+    loss = [train(parallel), train(parallel)][-1]
+    parallel.close()
+    return loss, parameters
+
+
+def load(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
+    parallel = make(plan, 1)
+    train(parallel)
+    dcp.load(parallel.state_dict(), checkpoint_id=folder)
+    parallel.loaded()
+    parameters = {name: value.clone() for name, value in parallel.full_parameters().items()}
+    loss = [train(parallel), train(parallel)][-1]
+    parallel.close()
+    return loss, parameters
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ({"tensor": 2}, {}),
+        ({}, {"tensor": 2, "sequence": True}),
+        ({"tensor": 4, "sequence": True}, {"tensor": 2, "pipeline": 2, "microbatches": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_another_layout_goes_on_where_one_stopped(written: dict[str, Any], read: dict[str, Any], tmp_path: Path) -> None:
+    loss, parameters = run_ranks(save, Plan(**written).num_ranks, written, str(tmp_path))[0]
+    for found, held in run_ranks(load, Plan(**read).num_ranks, read, str(tmp_path)):
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert all(torch.equal(held[name], value) for name, value in parameters.items())
+        assert held.keys() == parameters.keys()
