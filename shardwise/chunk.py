@@ -133,7 +133,9 @@ class ModelChunk:
             for number in [n for n in self._versions if n < min(oldest, self.current) and not self._versions[n].users]:
                 self._spare.append(self._versions.pop(number))
         if apply:
-            own = (lambda bucket: bucket.own) if self._version_of is None else (lambda bucket: version.values[id(bucket)])
+            own = (
+                (lambda bucket: bucket.own) if self._version_of is None else (lambda bucket: version.values[id(bucket)])
+            )
             self.buckets.update(optimizer, lr, step, scale, own, self._splits)
         self.buckets.spent = True
 

@@ -43,7 +43,8 @@ class Slot:
 
     Args:
         name: the parameter's name.
-        direct: True if every contribution is written by the module that owns the parameter, so the memory needs no zero fill.
+        direct: True if every contribution is written by the module that owns the parameter, so the memory needs no zero
+            fill.
         on_landing: called after every contribution.
         view: the memory, in the parameter's local shape; None if it is there only while gradients land.
         find: makes `view` be there, for memory that comes and goes.
@@ -287,7 +288,8 @@ def _apart(self: Any, *given: Any, **named: Any) -> Any:
 
 
 def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
-    """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place where that can be, else as a contribution."""
+    """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place where that can be, else
+    as a contribution."""
     parameter.grad = slot.view if slot.accumulates else None
 
     def accumulated(parameter: Tensor) -> None:

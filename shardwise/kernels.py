@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# From so many multiplications on, oneDNN multiplies float32 matrices 3 to 18 % faster than the library torch calls on x86
-# processors (measured on an AMD EPYC 9004 with one thread; docs/benchmarks.md); below, setting it up costs more.
+# From so many multiplications on, oneDNN multiplies float32 matrices 3 to 18 % faster than the library torch calls on
+# x86 processors (measured on an AMD EPYC 9004 with one thread; docs/benchmarks.md); below, setting it up costs more.
 ONEDNN_FROM = 1 << 24
 _ONEDNN = (
     platform.machine() in ("x86_64", "AMD64")

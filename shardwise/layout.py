@@ -38,15 +38,18 @@ class Place(Protocol):
 
 
 def share(length: int, rank: int, size: int) -> tuple[int, int]:
-    """The half-open range of `length` items that `rank` of `size` has; lengths differ by one at most. The only rule for uneven shares."""
+    """The half-open range of `length` items that `rank` of `size` has; lengths differ by one at most. The only rule for
+    uneven shares."""
     return rank * length // size, (rank + 1) * length // size
 
 
 @dataclass(frozen=True)
 class Split:
-    """Dimension `dim` is divided over the mesh axis `axis`; `sections` names the lengths of fused matrices that are divided one by one.
+    """Dimension `dim` is divided over the mesh axis `axis`; `sections` names the lengths of fused matrices that are
+    divided one by one.
 
-    With `copies`, so many neighbouring ranks hold the same piece (key and value heads fewer than ranks); it divides the axis.
+    With `copies`, so many neighbouring ranks hold the same piece (key and value heads fewer than ranks); it divides the
+    axis.
     """
 
     axis: str
@@ -62,8 +65,8 @@ class Layout:
     Args:
         shape: global shape.
         splits: how dimensions are divided over axes, at most one split a dimension.
-        partial: axes, beside the data-parallel ones, over which a rank's gradient is only a part: it is summed over the ranks along the axis that
-            hold the same piece.
+        partial: axes, beside the data-parallel ones, over which a rank's gradient is only a part: it is summed over the
+            ranks along the axis that hold the same piece.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +80,8 @@ class Layout:
             assert not split.sections or sum(split.sections) == self.shape[split.dim], (self.shape, split)
 
     def pieces(self, places: Mapping[str, Place]) -> Iterator[tuple[Box, Box]]:
-        """Pairs (box in the global tensor, box in this rank's tensor), one for every contiguous piece this rank holds."""
+        """Pairs (box in the global tensor, box in this rank's tensor), one for every contiguous piece this rank
+        holds."""
         ranges = [self._ranges(dim, places) for dim in range(len(self.shape))]
         for combination in itertools.product(*ranges):
             shape = tuple(stop - start for start, stop, _ in combination)
@@ -93,7 +97,8 @@ class Layout:
         )
 
     def counted_here(self, places: Mapping[str, Place], axes: tuple[str, ...] = ("context", "tensor")) -> bool:
-        """Whether this rank counts the parameter in a sum over all parameters: one of the ranks that hold the same piece does."""
+        """Whether this rank counts the parameter in a sum over all parameters: one of the ranks that hold the same
+        piece does."""
         copies = {split.axis: split.copies for split in self.splits}
         return all(places[axis].rank % copies.get(axis, places[axis].size) == 0 for axis in axes)
 
@@ -113,7 +118,8 @@ class Layout:
 
 
 def draw(name: str, layout: Layout, initial: Initial, seed: int, places: Mapping[str, Place], out: Tensor) -> None:
-    """Write this rank's initial values of parameter `name` into `out` (its local shape, any dtype and device); draws only what it holds."""
+    """Write this rank's initial values of parameter `name` into `out` (its local shape, any dtype and device); draws
+    only what it holds."""
     with torch.no_grad():
         for source, target in layout.pieces(places):
             if not layout.shape:

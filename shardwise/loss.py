@@ -1,7 +1,7 @@
 """Losses as sums over targets.
 
-A step divides the sum exactly once, by the number of targets of the whole global batch, whatever the microbatches, ranks, stages
-or padding (a mean of means is wrong as soon as the counts differ).
+A step divides the sum exactly once, by the number of targets of the whole global batch, whatever the microbatches,
+ranks, stages or padding (a mean of means is wrong as soon as the counts differ).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ IGNORED = -100
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Targets that count: for integer targets those that are not -100, for others the rows. Returns a 0-dim int64 tensor."""
+    """Targets that count: for integer targets those that are not -100, for others the rows. Returns a 0-dim int64
+    tensor."""
     if targets.is_floating_point() or targets.dtype == torch.bool:
         return torch.tensor(targets.shape[0], device=targets.device)
     return (targets != IGNORED).sum()
@@ -28,7 +29,8 @@ class CrossEntropy:
     """The terms of a cross-entropy.
 
     Args:
-        label_smoothing: the share of the target's weight that is spread over the whole vocabulary (arXiv 1512.00567, section 7).
+        label_smoothing: the share of the target's weight that is spread over the whole vocabulary (arXiv 1512.00567,
+            section 7).
         z_loss: times the squared logarithm of the softmax's denominator (PaLM, arXiv 2204.02311, section 5).
     """
 
@@ -61,8 +63,8 @@ _CHUNK_ELEMENTS = 1 << 18
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Cross-entropy whose gradient is computed in the memory of its log-probabilities, chunk by chunk; torch's own fills
-    two further tensors of that size."""
+    """Cross-entropy whose gradient is computed in the memory of its log-probabilities, chunk by chunk; torch's own
+    fills two further tensors of that size."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -130,7 +132,8 @@ def cross_entropy_with(label_smoothing: float = 0.0, z_loss: float = 0.0) -> Los
 
 
 cross_entropy = cross_entropy_with()
-"""Next-token cross-entropy: logits (B, S, V) and targets (B, S) int64 with -100 where a position does not count; at least float32."""
+"""Next-token cross-entropy: logits (B, S, V) and targets (B, S) int64 with -100 where a position does not count; at
+least float32."""
 
 
 def as_loss(loss: Loss | Callable[[Any, Any], Tensor]) -> Loss:

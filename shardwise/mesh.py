@@ -1,7 +1,7 @@
 """Named axes of ranks.
 
-A `Mesh` arranges the job's ranks as a grid, outermost axis first: pipeline, replicate, shard, context, tensor; so tensor ranks are
-neighbours. Code asks for an `Axis` by name and passes it on. There is no global process-group state.
+A `Mesh` arranges the job's ranks as a grid, outermost axis first: pipeline, replicate, shard, context, tensor; so
+tensor ranks are neighbours. Code asks for an `Axis` by name and passes it on. There is no global process-group state.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,8 @@ class HasAxes(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One named axis, as this rank sees it: `rank` of `size`, the global `ranks` along it, and their process group (None if size is 1)."""
+    """One named axis, as this rank sees it: `rank` of `size`, the global `ranks` along it, and their process group
+    (None if size is 1)."""
 
     name: str
     rank: int
@@ -49,7 +50,8 @@ class Mesh:
         device: the device type, "cpu" or "cuda"; by default the accelerator torch finds, else "cpu".
 
     Raises:
-        ValueError: the world has another number of ranks, or several ranks are asked for and torch.distributed is not initialised.
+        ValueError: the world has another number of ranks, or several ranks are asked for and torch.distributed is not
+            initialised.
     """
 
     def __init__(self, plan: HasAxes | dict[str, int], device: str | None = None) -> None:
@@ -62,8 +64,14 @@ class Mesh:
         world = dist.get_world_size() if dist.is_initialized() else 1
         self._agree(world)
         if world != self.num_ranks:
-            how = "torch.distributed is not initialised: start with torchrun or `shardwise train`" if world == 1 else "change the plan or the launch"
-            raise ValueError(f"the plan needs {self.num_ranks} ranks ({_product(self.sizes)}), the job has {world}; {how}")
+            how = (
+                "torch.distributed is not initialised: start with torchrun or `shardwise train`"
+                if world == 1
+                else "change the plan or the launch"
+            )
+            raise ValueError(
+                f"the plan needs {self.num_ranks} ranks ({_product(self.sizes)}), the job has {world}; {how}"
+            )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._device_mesh: DeviceMesh | None = None
         self._axes: dict[str, Axis] = {}
@@ -76,7 +84,11 @@ class Mesh:
         for name, members in FOLDED.items():
             self._axes[name] = self._fold(name, members)
         self._axes["world"] = Axis(
-            "world", self.rank, self.num_ranks, tuple(range(self.num_ranks)), dist.group.WORLD if self.num_ranks > 1 else None
+            "world",
+            self.rank,
+            self.num_ranks,
+            tuple(range(self.num_ranks)),
+            dist.group.WORLD if self.num_ranks > 1 else None,
         )
 
     def _agree(self, world: int) -> None:
@@ -88,8 +100,8 @@ class Mesh:
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise ValueError(
-                    f"the ranks do not hold the same plan: rank 0 has {_product(everyone[0])}, rank {rank} has {_product(other)}; "
-                    "start all ranks with one plan"
+                    f"the ranks do not hold the same plan: rank 0 has {_product(everyone[0])}, rank {rank} has "
+                    f"{_product(other)}; start all ranks with one plan"
                 )
 
     def _single(self, name: str) -> Axis:
@@ -118,7 +130,8 @@ class Mesh:
         return self._group(axis.ranks) if axis.size > 1 else None
 
     def subgroup(self, axis_name: str, positions: Iterable[int]) -> Axis | None:
-        """The ranks at `positions` along one axis, for every position on the others; None on ranks outside. Collective over the job."""
+        """The ranks at `positions` along one axis, for every position on the others; None on ranks outside. Collective
+        over the job."""
         axis = self.axis(axis_name)
         chosen = sorted(set(positions))
         member = axis.rank in chosen

@@ -43,15 +43,17 @@ class StepMetrics:
 
     Attributes:
         loss: mean over the step's targets, over all ranks.
-        gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of the last update of this
-            rank's last stage); None if it was not computed.
+        gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of
+            the last update of this rank's last stage); None if it was not computed.
         tokens: targets in the step, over all ranks.
-        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed (with an asynchronous
-            schedule, those of one of this rank's updates).
+        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed
+            (with an asynchronous schedule, those of one of this rank's updates).
         faulty_rank: the first rank whose own loss was not finite, if any.
     """
 
-    def __init__(self, totals: Tensor, work: dist.Work | None, tokens: Callable[[], int], norm: float | None, skipped: bool) -> None:
+    def __init__(
+        self, totals: Tensor, work: dist.Work | None, tokens: Callable[[], int], norm: float | None, skipped: bool
+    ) -> None:
         self._totals, self._work, self._tokens = totals, work, tokens
         self.gradient_norm = norm
         self.skipped = skipped
@@ -157,15 +159,17 @@ class Parallel:
         """One training step.
 
         Args:
-            batch: (inputs, targets), this data rank's rows of the global batch, whole sequences; the same on all ranks of a data rank.
+            batch: (inputs, targets), this data rank's rows of the global batch, whole sequences; the same on all ranks
+                of a data rank.
             lr: learning rate of this step; by default the optimizer's.
 
         Returns:
-            the step's metrics. With an asynchronous schedule the backwards and updates of its last microbatches belong to the next call, or to
-            `drain`.
+            the step's metrics. With an asynchronous schedule the backwards and updates of its last microbatches belong
+            to the next call, or to `drain`.
 
         Raises:
-            ValueError: the model was built without an optimizer, or the batch has fewer rows than there are microbatches.
+            ValueError: the model was built without an optimizer, or the batch has fewer rows than there are
+                microbatches.
         """
         if self._optimizer is None:
             raise ValueError("this model has no optimizer: pass parallelize(..., optimizer=shardwise.AdamW())")
@@ -235,18 +239,21 @@ class Parallel:
             totals[0] = torch.stack(self._runner.losses).sum().to("cpu", torch.float64)
             self._runner.losses.clear()
         totals[1] = float(self._loss.count(batch[1]))
-        # The last stage alone has a loss, whose parts are on the context ranks; all ranks of a data rank count the same targets.
+        # The last stage alone has a loss, whose parts are on the context ranks; all ranks of a data rank count the same
+        # targets.
         totals[0] /= self.mesh.sizes["tensor"]
         totals[1] /= self.mesh.num_ranks / self.num_data_ranks
         collectives.all_reduce(totals, self.mesh.axis("world"))
         return float(totals[0]), round(float(totals[1]))
 
     def _feed(self, batch: Batch, first: int, training: bool) -> Callable[[], Tensor]:
-        """Give the runner the batch's microbatches, numbered from `first`. Returns the global counts by update, once they are there."""
+        """Give the runner the batch's microbatches, numbered from `first`. Returns the global counts by update, once
+        they are there."""
         num = self.schedule.num_microbatches
         if training and batches.num_rows(batch) < num:
             raise ValueError(
-                f"a batch of {batches.num_rows(batch)} rows cannot make plan.microbatches = {num}; use fewer microbatches or more rows a data rank"
+                f"a batch of {batches.num_rows(batch)} rows cannot make plan.microbatches = {num}; use fewer "
+                "microbatches or more rows a data rank"
             )
         batch = batches.in_precision(batches.to_device(batch, self._device), self._dtype)
         parts = [batches.microbatch(batch, number, num) for number in range(num)]
@@ -293,7 +300,8 @@ class Parallel:
     # Updates: the runner calls `update` for every U
 
     def update(self, action: Action) -> None:
-        """Apply summed gradients: those of one chunk with an asynchronous schedule, else all of them once the last chunk has come to it."""
+        """Apply summed gradients: those of one chunk with an asynchronous schedule, else all of them once the last
+        chunk has come to it."""
         assert self._optimizer is not None
         if self.schedule.asynchronous:
             chunk = self.chunks[action.chunk]
@@ -313,7 +321,9 @@ class Parallel:
         units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
         for buckets in units:
             buckets.wait()
-        scale = self._scale(math.fsum(buckets.squares() for buckets in units) if self.clip is not None else 0.0, "world")
+        scale = self._scale(
+            math.fsum(buckets.squares() for buckets in units) if self.clip is not None else 0.0, "world"
+        )
         step = int(self.step_count) + 1
         for chunk in self.chunks:
             chunk.update(self._optimizer, self._lr, step, scale or 0.0, apply=scale is not None)
@@ -327,7 +337,8 @@ class Parallel:
                 buckets.refresh()
 
     def _scale(self, square: float, axis: str) -> float | None:
-        """The factor that clips gradients whose squared norm has the parts `square` on the ranks of `axis`, None if they are not finite."""
+        """The factor that clips gradients whose squared norm has the parts `square` on the ranks of `axis`, None if
+        they are not finite."""
         if self.clip is None:
             return 1.0
         total = torch.tensor([square], dtype=torch.float64)
@@ -341,7 +352,8 @@ class Parallel:
     # State by name
 
     def _entries(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
-        """Every trained parameter this rank holds: its bucket, and the bucket's newest values (at stage 3 without memory)."""
+        """Every trained parameter this rank holds: its bucket, and the bucket's newest values (at stage 3 without
+        memory)."""
         for chunk in self.chunks:
             for bucket, values in chunk.values():
                 for entry in bucket.entries:
@@ -351,8 +363,9 @@ class Parallel:
                 yield bucket, entry, bucket.values
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the job's state, for torch.distributed.checkpoint to save, or to load in place: "model/<name>" for parameters
-        and buffers, "optimizer/<parameter>/<moment>", and "step". A value is a tensor, or `Pieces` of one. Drains first."""
+        """This rank's part of the job's state, for torch.distributed.checkpoint to save, or to load in place:
+        "model/<name>" for parameters and buffers, "optimizer/<parameter>/<moment>", and "step". A value is a tensor, or
+        `Pieces` of one. Drains first."""
         self.drain()
         state: dict[str, Any] = {"step": self.step_count}
         places: dict[str, Place] = dict(self._assembly.splits)
@@ -384,7 +397,7 @@ class Parallel:
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, on every rank, in the model's own order."""
         self.drain()
-        mine = dict(self._assembly.frozen)
+        mine: dict[str, Tensor] = dict(self._assembly.frozen)
         for bucket, entry, values in self._entries():
             bucket.acquire()
             mine[entry.name] = bucket.view(values, entry).clone()
@@ -407,9 +420,7 @@ class Parallel:
         axis = self.mesh.axis("pipeline")
         layouts = self._assembly.layouts  # in one order on all ranks, unlike the entries of buckets
         mine = {name: self._whole(mine[name], layouts[name]) for name in self._assembly.order if name in mine}
-        facts = collectives.all_gather_object(
-            {name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, axis
-        )
+        facts = collectives.all_gather_object({name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, axis)
         known = {name: fact for other in facts for name, fact in other.items()}
         found = {}
         for name in self._assembly.order:
@@ -439,7 +450,8 @@ class Parallel:
         return found
 
     def replicas_agree(self) -> str | None:
-        """The name of the first parameter whose bits differ between ranks that hold the same piece, None if there is none."""
+        """The name of the first parameter whose bits differ between ranks that hold the same piece, None if there is
+        none."""
         self.drain()
         mine: dict[object, str] = {}
         for bucket, entry, values in self._entries():
@@ -453,8 +465,9 @@ class Parallel:
         return next((name for name in self._assembly.order if name in odd), None)
 
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds between steps for trained parameters: "parameters", "gradients" and "optimizer" state; and "buffers", what whole
-        gradients land in during backward from ZeRO stage 2 on. Padding of buckets is counted, other ranks' memory that this one maps is not."""
+        """Bytes this rank holds between steps for trained parameters: "parameters", "gradients" and "optimizer" state;
+        and "buffers", what whole gradients land in during backward from ZeRO stage 2 on. Padding of buckets is counted,
+        other ranks' memory that this one maps is not."""
         found = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0)
         for buckets in (*(chunk.buckets for chunk in self.chunks), *self._assembly.shared):
             found["buffers"] += buckets.landing_bytes
@@ -468,7 +481,8 @@ class Parallel:
     # The recorded timeline
 
     def measure(self, example: Batch, repeats: int = 3) -> Timeline | None:
-        """Run the schedule's passes without its updates on an example in every microbatch; what ran when, on all ranks. Changes nothing."""
+        """Run the schedule's passes without its updates on an example in every microbatch; what ran when, on all ranks.
+        Changes nothing."""
         num = self.schedule.num_microbatches
         example = batches.in_precision(batches.to_device(example, self._device), self._dtype)
         count = self._loss.count(example[1])
@@ -495,7 +509,8 @@ class Parallel:
 
     def adopt(self, schedule: Schedule) -> None:
         """Go on with another synchronous schedule for the same stages and microbatches."""
-        assert schedule.placement == self.schedule.placement and not schedule.asynchronous
+        assert schedule.placement == self.schedule.placement, schedule.placement
+        assert not schedule.asynchronous, schedule.name
         self.schedule = self._runner.schedule = schedule
         self._rows.clear()
 
@@ -506,7 +521,11 @@ class Parallel:
 
     def timeline(self) -> Timeline | None:
         """Stop noting, and put together what the pipeline ranks of the first data rank noted; None if nothing was."""
-        mine = self._events if self.data_rank == 0 and self.mesh.axis("context").rank == self.mesh.axis("tensor").rank == 0 else []
+        mine = (
+            self._events
+            if self.data_rank == 0 and self.mesh.axis("context").rank == self.mesh.axis("tensor").rank == 0
+            else []
+        )
         self._events, self._runner.stamps = [], None
         everyone = collectives.all_gather_object(mine, self.mesh.axis("world"))
         events = tuple(event for part in everyone for event in part)
@@ -520,7 +539,9 @@ class Parallel:
         step = 1 + self._events[-1].step if self._events else 0
         for action, start, end in stamps:
             stage = self.schedule.stage(self._rank, action.chunk)
-            self._events.append(Event(self._rank, action._replace(microbatch=action.microbatch - first), stage, start, end, step))
+            self._events.append(
+                Event(self._rank, action._replace(microbatch=action.microbatch - first), stage, start, end, step)
+            )
         stamps.clear()
 
     def close(self) -> None:
@@ -540,7 +561,8 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def update_groups(schedule: Schedule) -> list[int]:
-    """By microbatch of a step, which of the step's updates includes it: all of an update's microbatches share one divisor."""
+    """By microbatch of a step, which of the step's updates includes it: all of an update's microbatches share one
+    divisor."""
     marks = sorted({action.microbatch for row in schedule.rows for action in row if action.kind is Kind.U})
     return [sum(mark < number for mark in marks) for number in range(schedule.num_microbatches)]
 

@@ -41,8 +41,8 @@ from shardwise.tensor_parallel.rules import Rules
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
-# What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the optimizer rounds an
-# element by where it lies in a flat tensor, and copies must stay equal to the bit.
+# What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the
+# optimizer rounds an element by where it lies in a flat tensor, and copies must stay equal to the bit.
 DIVIDED = "divided"
 
 
@@ -65,28 +65,32 @@ def parallelize(
     """Spread a model over the job's ranks. Collective: every rank calls it with the same arguments.
 
     Args:
-        model: any module. On the meta device, its parameters are drawn piece by piece from (seed, name, block), and no rank holds more than
-            its own part; else its values are kept, moved into buckets in place.
+        model: any module. On the meta device, its parameters are drawn piece by piece from (seed, name, block), and no
+            rank holds more than its own part; else its values are kept, moved into buckets in place.
         plan: how to spread it.
         loss: summed over targets; a `Loss`, or a plain function (output, targets) -> scalar sum.
         optimizer: settings of the optimizer; without one the model can be evaluated only.
         mesh: the job's mesh; made from the plan if left out.
         seed: of initial values, dropout and whatever else is random.
-        clip: largest norm of all gradients together; larger ones are scaled down to it. None does not clip, nor look at the norm.
+        clip: largest norm of all gradients together; larger ones are scaled down to it. None does not clip, nor look at
+            the norm.
         decay: (name, parameter) -> whether weight decay applies; by default to everything with two dimensions or more.
-        example: a microbatch (inputs, targets) of the sizes to come, for plans whose `cut` or `schedule` depends on costs.
+        example: a microbatch (inputs, targets) of the sizes to come, for plans whose `cut` or `schedule` depends on
+            costs.
         overlap: sum gradients while backward still runs.
-        negotiate: "once" if what passes between stages depends on the inputs' shapes alone, "always" if it may change with their values.
+        negotiate: "once" if what passes between stages depends on the inputs' shapes alone, "always" if it may change
+            with their values.
         bucket_bytes: a bucket is closed once it holds so much.
-        rules: module-name pattern -> style, for plans with `tensor`: how layers are divided that neither our families' table nor the model's
-            own plan knows, or otherwise than these say; see `shardwise.tensor_parallel.rules`.
+        rules: module-name pattern -> style, for plans with `tensor`: how layers are divided that neither our families'
+            table nor the model's own plan knows, or otherwise than these say; see `shardwise.tensor_parallel.rules`.
 
     Returns:
-        the model's parallel form. The given model's modules become part of it; those of other pipeline ranks are let go of.
+        the model's parallel form. The given model's modules become part of it; those of other pipeline ranks are let go
+        of.
 
     Raises:
-        ValueError: the plan does not fit the model or the job (`PlanError` lists everything), the model cannot be cut or has a module whose
-            result depends on the layout, or the ranks were given different models.
+        ValueError: the plan does not fit the model or the job (`PlanError` lists everything), the model cannot be cut
+            or has a module whose result depends on the layout, or the ranks were given different models.
     """
     plan.require(model=model)
     mesh = mesh or Mesh(plan)
@@ -122,8 +126,9 @@ def parallelize(
     if schedule.asynchronous and shared:
         name = names[next(iter(shared))]
         raise ValueError(
-            f"plan.schedule = {plan.schedule!r} updates each stage at its own time, so {name!r}, which stages {shared[next(iter(shared))]} "
-            "share, would differ between them: untie it (model.tied = false), or use a synchronous schedule such as 1f1b"
+            f"plan.schedule = {plan.schedule!r} updates each stage at its own time, so {name!r}, which stages "
+            f"{shared[next(iter(shared))]} share, would differ between them: untie it (model.tied = false), or use a "
+            "synchronous schedule such as 1f1b"
         )
     order = list(names.values())
     rank_of = {stage: schedule.owner(stage)[0] for stage in range(schedule.total_stages)}
@@ -153,6 +158,15 @@ def parallelize(
     decays = decay or (lambda name, parameter: parameter.ndim >= 2)
     owners = _owners(mine)
 
+    schedule_puts_off = any(action.kind is Kind.W for row in schedule.rows for action in row)
+    # At stage 3 a module's weights are gone by the time of W.
+    puts_off = schedule_puts_off and plan.zero < 3
+
+    def writes(module: nn.Module) -> bool:
+        """Whether a module is to write the gradients of its own parameters."""
+        divided = division is not None and division.writes(module)
+        return divided or is_direct(module) or (puts_off and can_put_off(module))
+
     def entry(parameter: nn.Parameter) -> Entry:
         name, key = names[id(parameter)], id(parameter)
         layout = layouts[name]
@@ -164,7 +178,7 @@ def parallelize(
             layout,
             layout.local_shape(places),
             decay=decays(name, parameter),
-            direct=len(own) == 1 and key not in shared and (is_direct(own[0][0]) or (division is not None and division.writes(own[0][0]))),
+            direct=len(own) == 1 and key not in shared and writes(own[0][0]),
             counted=layout.counted_here(places, ("tensor",)) and (key not in shared or axis.rank == holders[name]),
             unit=unit_of.get(key, -1),
             extra=_sum_key(
@@ -172,16 +186,16 @@ def parallelize(
             ),
         )
 
-    puts_off = any(action.kind is Kind.W for row in schedule.rows for action in row)
-
     def buckets_of(parameters: Iterable[nn.Parameter], stage: int) -> Buckets:
         entries = [entry(parameter) for parameter in parameters]
-        return Buckets(entries, stage, dtype, device, reducer, further, optimizer, bucket_bytes, puts_off)
+        return Buckets(entries, stage, dtype, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off)
 
     own_buckets = [
-        buckets_of((p for p in stage.parameters() if p.requires_grad and id(p) not in shared), plan.zero) for stage in mine
+        buckets_of((p for p in stage.parameters() if p.requires_grad and id(p) not in shared), plan.zero)
+        for stage in mine
     ]
-    # What several stages hold is summed when all are done, so it is kept whole; its optimizer state is divided all the same.
+    # What several stages hold is summed when all are done, so it is kept whole; its optimizer state is divided all the
+    # same.
     tied = {id(p): p for stage in mine for p in stage.parameters() if p.requires_grad and id(p) in shared}
     shared_buckets = [buckets_of(tied.values(), min(plan.zero, 1))] if tied else []
 
@@ -214,8 +228,6 @@ def parallelize(
     for number, (module, buckets) in enumerate(zip(mine, own_buckets, strict=True)):
         tape = Tape()
         own_names = [item.name for _, item in buckets]
-        # At stage 3 a module's weights are gone by the time of W.
-        puts_off = puts_off and plan.zero < 3
         _attach(module, slot_of, {id(live[name]) for name in own_names}, tape, puts_off, division)
         number_of_stage = schedule.placement[axis.rank][number]
         data_rank = mesh.axis("gradient").rank  # ranks whose positions or rows differ drop different ones
@@ -265,7 +277,10 @@ def parallelize(
     steps_done.append(lambda: int(parallel.step_count))
     if plan.schedule == "auto" and plan.pipeline > 1:
         if example is None:
-            raise ValueError('plan.schedule = "auto" measures a microbatch: pass parallelize(..., example=(inputs, targets)), or name a schedule')
+            raise ValueError(
+                'plan.schedule = "auto" measures a microbatch: pass parallelize(..., example=(inputs, targets)), or '
+                "name a schedule"
+            )
         parallel.adopt(search_schedule(parallel, plan, example, clip))
     return parallel
 
@@ -283,9 +298,11 @@ def build_schedule(plan: Plan) -> Schedule:
 
 
 def search_schedule(parallel: Parallel, plan: Plan, example: Batch, clip: float | None) -> Schedule:
-    """The schedule with the least bubble for this model on these devices: measures F, B and W of every stage on the example, and searches.
+    """The schedule with the least bubble for this model on these devices: measures F, B and W of every stage on the
+    example, and searches.
 
-    Collective over the job. The ranks meet at every step's end if there is a gradient norm to agree on, which the search takes into account.
+    Collective over the job. The ranks meet at every step's end if there is a gradient norm to agree on, which the
+    search takes into account.
     """
     timeline = parallel.measure(example)
     chosen = None
@@ -349,7 +366,8 @@ def _owners_of(root: nn.Module, parameter: nn.Parameter) -> list[Owner]:
 
 
 def _replace(parameter: nn.Parameter, value: Tensor, owners: list[Owner]) -> nn.Parameter:
-    """Make `value` the parameter's memory: in place, or, since a meta tensor has no memory to exchange, as a new parameter in its modules."""
+    """Make `value` the parameter's memory: in place, or, since a meta tensor has no memory to exchange, as a new
+    parameter in its modules."""
     if not parameter.is_meta:
         parameter.data = value
         return parameter
@@ -360,7 +378,12 @@ def _replace(parameter: nn.Parameter, value: Tensor, owners: list[Owner]) -> nn.
 
 
 def _place(
-    parameter: nn.Parameter, item: Entry, initial: dict[str, Initial], seed: int, owners: dict[int, list[Owner]], mesh: Mesh
+    parameter: nn.Parameter,
+    item: Entry,
+    initial: dict[str, Initial],
+    seed: int,
+    owners: dict[int, list[Owner]],
+    mesh: Mesh,
 ) -> nn.Parameter:
     places = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
     if parameter.is_meta:
@@ -394,7 +417,9 @@ def _settle_frozen(
     return _replace(parameter, value, owners[id(parameter)])
 
 
-def _move_buffers(model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _move_buffers(
+    model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """Move this rank's buffers to the device and precision; those that belong to the state, by name."""
     held = {id(module) for stage in mine for module in stage.modules()}
     found: dict[str, Tensor] = {}
@@ -406,8 +431,8 @@ def _move_buffers(model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, d
                 continue
             if buffer.is_meta:
                 raise ValueError(
-                    f"buffer {f'{path}.{attribute}'.lstrip('.')!r} is on the meta device and only its module knows its values: build the model on a real "
-                    "device, or compute the buffer when it is first used"
+                    f"buffer {f'{path}.{attribute}'.lstrip('.')!r} is on the meta device and only its module knows its "
+                    "values: build the model on a real device, or compute the buffer when it is first used"
                 )
             module._buffers[attribute] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
             if attribute not in module._non_persistent_buffers_set:
@@ -422,7 +447,8 @@ def _attach(
 
     Args:
         slots: by id of parameter.
-        own: parameters that no other stage holds. A module with others is left to autograd, since it may be called under more than one tape.
+        own: parameters that no other stage holds. A module with others is left to autograd, since it may be called
+            under more than one tape.
     """
     for module in root.modules():
         ids = {name: id(p) for name, p in module._parameters.items() if p is not None and id(p) in slots}
@@ -431,7 +457,9 @@ def _attach(
             continue
         if not found or not own.issuperset(ids.values()):
             continue
-        if is_direct(module) and all(slot.direct for slot in found.values()):
+        if not all(slot.direct for slot in found.values()):
+            continue
+        if is_direct(module):
             attach(module, found, tape)
         elif puts_off and can_put_off(module):
             attach_apart(module, found, tape)
@@ -464,8 +492,8 @@ def _tie_axes(mesh: Mesh, shared: dict[int, list[int]], rank_of: dict[int, int])
 
 
 def _mark_units(stages: Iterable[nn.Module]) -> dict[int, int]:
-    """Number the modules that are gathered and released as one at ZeRO stage 3: the parts of a stage, or, where a model lists none, the
-    members of its module lists. Returns the unit of every parameter that belongs to just one, by id."""
+    """Number the modules that are gathered and released as one at ZeRO stage 3: the parts of a stage, or, where a model
+    lists none, the members of its module lists. Returns the unit of every parameter that belongs to just one, by id."""
     found: dict[int, set[int]] = {}
     number = 0
     for stage in stages:
@@ -497,8 +525,9 @@ def _refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:
         synchronised = isinstance(module, nn.SyncBatchNorm) and plan.microbatches == 1
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not synchronised:
             raise ValueError(
-                f"module {name!r} is a {type(module).__name__}: its statistics would be those of a rank's or a microbatch's part of the batch, "
-                "so no layout could equal one device; use GroupNorm or LayerNorm, or one data-parallel rank and one microbatch"
+                f"module {name!r} is a {type(module).__name__}: its statistics would be those of a rank's or a "
+                "microbatch's part of the batch, so no layout could equal one device; use GroupNorm or LayerNorm, or "
+                "one data-parallel rank and one microbatch"
             )
 
 

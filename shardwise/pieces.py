@@ -1,4 +1,5 @@
-"""The pieces of a global tensor that a rank holds, in the form in which torch.distributed.checkpoint saves and loads them."""
+"""The pieces of a global tensor that a rank holds, in the form in which torch.distributed.checkpoint saves and loads
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:  # a second of imports that only those who save and load need
 
 @dataclass(frozen=True)
 class Pieces:
-    """Boxes of a global tensor of `shape`, each with this rank's values (a view, so that loading in place changes the model).
+    """Boxes of a global tensor of `shape`, each with this rank's values (a view, so that loading in place changes the
+    model).
 
     A box that several ranks hold is saved once; a rank may load boxes that no rank saved as such.
     """
@@ -59,7 +61,8 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def ranges(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """The boxes that make up elements `start` to `stop` of a tensor in row-major order, each with its first element's number.
+    """The boxes that make up elements `start` to `stop` of a tensor in row-major order, each with its first element's
+    number.
 
     A matrix gives at most three: the end of a row, whole rows, the beginning of a row.
     """

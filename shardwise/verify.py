@@ -1,7 +1,8 @@
 """The oracle: any plan against one device, in one process, in float64, with no technique.
 
-A synchronous plan must compute the same loss, gradients and parameters as a plain training loop. An asynchronous schedule is compared
-with an emulation in one process that uses, for every microbatch and stage, the weight version the schedule's rows say.
+A synchronous plan must compute the same loss, gradients and parameters as a plain training loop. An asynchronous
+schedule is compared with an emulation in one process that uses, for every microbatch and stage, the weight version the
+schedule's rows say.
 """
 
 import copy
@@ -27,8 +28,8 @@ from shardwise.plan import Plan
 
 # Largest relative error by precision: rounding in float64; in float32 rounding grows through a few steps.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3}
-# Values below this fraction of the largest of their kind are compared with that fraction: what is zero but for rounding has no
-# relative error. (The bias of the keys is such: softmax does not see it, and Adam makes steps of its rounding.)
+# Values below this fraction of the largest of their kind are compared with that fraction: what is zero but for rounding
+# has no relative error. (The bias of the keys is such: softmax does not see it, and Adam makes steps of its rounding.)
 FLOOR = 1e-4
 
 
@@ -85,7 +86,9 @@ class Report:
             return f"step {first.step}: the copies of parameter {first.name!r} differ between ranks"
         wrong = [d for d in self.differences if not d.error <= self.tolerance]
         named = next((d for d in wrong if d.name), first)
-        text = f"step {named.step}: {named.kind} {named.name!r}" if named.name else f"step {first.step}: the {first.kind}"
+        text = (
+            f"step {named.step}: {named.kind} {named.name!r}" if named.name else f"step {first.step}: the {first.kind}"
+        )
         worst = max((d for d in wrong if d.kind == named.kind), key=lambda d: d.error)
         most = f", {worst.name!r} most, by {worst.error:.1e}" if worst.name != named.name else ""
         return (
@@ -124,7 +127,8 @@ def verify(
     sabotage: Callable[[Parallel], None] | None = None,
     **settings: Any,
 ) -> Report:
-    """Compare a plan with one device over some training steps. Collective over the job; the reference runs on its first rank.
+    """Compare a plan with one device over some training steps. Collective over the job; the reference runs on its first
+    rank.
 
     Dropout is off on both sides (evaluation mode), since the masks of a layout are not those of one device.
 
@@ -205,7 +209,8 @@ def _compare(step: int, kind: str, found: dict[str, Tensor], expected: dict[str,
 
 
 class _Reference:
-    """A plain training loop over the whole model in float64, or, for asynchronous schedules, its emulation with stale weights."""
+    """A plain training loop over the whole model in float64, or, for asynchronous schedules, its emulation with stale
+    weights."""
 
     def __init__(
         self,
@@ -228,9 +233,7 @@ class _Reference:
         self.optimizer = optimizer.reference(decayed, others) if self.trained else None
         self.num_data_ranks = parallel.num_data_ranks
         self.schedule = parallel.schedule
-        self.stage_of = {
-            name: stage for stage, names in enumerate(parallel.stage_parameters) for name in names
-        }
+        self.stage_of = {name: stage for stage, names in enumerate(parallel.stage_parameters) for name in names}
         self.table = version_table(self.schedule)
         self.groups = update_groups(self.schedule)
         self.number = 0  # microbatches since the pipeline was empty

@@ -1,10 +1,10 @@
 """The sharding engine: the parameters of one model chunk, their gradients and their optimizer state in flat buckets.
 
-ZeRO (Rajbhandari et al., arXiv 1910.02054) says which of these are divided over the shard x context ranks between steps: 0 nothing,
-1 optimizer state, 2 gradients too, 3 parameters too. A rank's part of a bucket is its fragment. Gradients land in a bucket as they are
-computed (`shardwise.gradient`), and its sum over ranks starts as soon as the last microbatch's backward has filled it (Li et al., arXiv
-2006.15704), in an order that is the same on every rank. From stage 2 on whole gradients exist only while they land: every microbatch's
-are summed and added to the fragments at once.
+ZeRO (Rajbhandari et al., arXiv 1910.02054) says which of these are divided over the shard x context ranks between
+steps: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. A rank's part of a bucket is its fragment.
+Gradients land in a bucket as they are computed (`shardwise.gradient`), and its sum over ranks starts as soon as the
+last microbatch's backward has filled it (Li et al., arXiv 2006.15704), in an order that is the same on every rank. From
+stage 2 on whole gradients exist only while they land: every microbatch's are summed and added to the fragments at once.
 """
 
 import math
@@ -41,7 +41,8 @@ class Entry:
         direct: whether the module that owns it writes its gradient itself (`shardwise.gradient.is_direct`).
         counted: whether this rank counts it in the gradient norm (one of the ranks that hold the same piece does).
         unit: which unit of the chunk it is gathered with at ZeRO stage 3; -1 with the whole chunk.
-        extra: names further sums that its gradient must go through, for a parameter whose gradient is partial elsewhere too.
+        extra: names further sums that its gradient must go through, for a parameter whose gradient is partial elsewhere
+            too.
     """
 
     name: str
@@ -64,13 +65,20 @@ class Bucket:
     """Parameters that are stored, summed and updated together.
 
     Attributes:
-        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory unless gathered.
+        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory
+            unless gathered.
         own: this rank's fragment of them, which the optimizer updates.
         own_gradient: the fragment of the summed gradients.
     """
 
     def __init__(
-        self, entries: list[Entry], stage: int, dtype: torch.dtype, device: torch.device, reducer: Reducer, further: Sequence[Axis]
+        self,
+        entries: list[Entry],
+        stage: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        reducer: Reducer,
+        further: Sequence[Axis],
     ) -> None:
         # Those with weight decay first, so that there are two runs at most.
         self.entries = sorted(entries, key=lambda entry: not entry.decay)
@@ -90,13 +98,18 @@ class Bucket:
         self.numel = length * parts
         self.start = (reducer.zero.rank if stage else 0) * length
         self.stop = self.start + length
-        allocate = lambda numel: reducer.allocate(numel, dtype, device)  # noqa: E731
+
+        def allocate(numel: int) -> Flat:
+            return reducer.allocate(numel, dtype, device)
+
         if stage == 3:
             self.fragment = allocate(length)
             self.values = torch.zeros(self.numel, dtype=dtype, device=device)
             self.own = self.fragment.tensor
         else:
-            self.full = allocate(self.numel) if stage else Flat(torch.zeros(self.numel, dtype=dtype, device=device), None)
+            self.full = (
+                allocate(self.numel) if stage else Flat(torch.zeros(self.numel, dtype=dtype, device=device), None)
+            )
             self.values = self.full.tensor
             self.own = self.values[self.start : self.stop]
         self.landing: Flat | None = allocate(self.numel) if stage < 2 else None
@@ -124,7 +137,8 @@ class Bucket:
         return (low, high) if low < high else (start, start)
 
     def make_fragments(self, optimizer: Optimizer) -> None:
-        """Divide the rank's fragment into what the optimizer treats one by one: parameters, or, if it is elementwise, runs of them."""
+        """Divide the rank's fragment into what the optimizer treats one by one: parameters, or, if it is elementwise,
+        runs of them."""
         if optimizer.elementwise:
             kinds = [(True, [e for e in self.entries if e.decay]), (False, [e for e in self.entries if not e.decay])]
             for decay, run in kinds:
@@ -243,7 +257,9 @@ class Bucket:
                 part = moment[begin : begin + (high - low)]
                 whole = part.numel() == entry.numel and not entry.layout.splits
                 found[name] = (
-                    part.view(entry.shape) if whole else pieces_of(entry.layout, places, part, low - first, high - first)
+                    part.view(entry.shape)
+                    if whole
+                    else pieces_of(entry.layout, places, part, low - first, high - first)
                 )
         return found
 
@@ -306,7 +322,9 @@ class Buckets:
             count = min(LANDING_BUFFERS, len(self.buckets))
             self._pool = [reducer.allocate(largest, dtype, device) for _ in range(count)]
             self._busy = [None] * count
-        self._private: dict[int, Tensor] = {}  # by bucket, where gradients land while its buffer of the pool may be another's
+        self._private: dict[
+            int, Tensor
+        ] = {}  # by bucket, where gradients land while its buffer of the pool may be another's
         self.puts_off = puts_off
         self.spent = False  # the gradients have been used: the next backward begins anew
         self._learning = True
@@ -351,7 +369,8 @@ class Buckets:
                 bucket.waiting += max(1, entry.slot.expected)
 
     def last(self, backward: bool, weights: bool) -> None:
-        """The last backward of a sum begins, the half that makes input gradients (`backward`), weight gradients (`weights`) or both."""
+        """The last backward of a sum begins, the half that makes input gradients (`backward`), weight gradients
+        (`weights`) or both."""
         for _, entry in self:
             if (backward and not entry.direct) or (weights and entry.direct):
                 entry.slot.landed = 0
@@ -377,8 +396,8 @@ class Buckets:
     # Whole gradients from stage 2 on
 
     def _open(self, slot: Slot) -> None:
-        """Find memory for all gradients of a slot's bucket: its buffer of the pool, or, where another bucket's may still be there when the
-        sums' turn comes, memory of its own."""
+        """Find memory for all gradients of a slot's bucket: its buffer of the pool, or, where another bucket's may
+        still be there when the sums' turn comes, memory of its own."""
         index, bucket = self._home[slot.name]
         if self.puts_off or index - len(self._pool) >= self._next:
             flat = self._private[index] = torch.empty_like(bucket.values, memory_format=torch.contiguous_format)
@@ -394,8 +413,7 @@ class Buckets:
         if busy is not None:
             busy.wait()
             self._busy[place] = None
-        flat = self._pool[place]
-        return flat
+        return self._pool[place]
 
     def _launch(self, index: int) -> None:
         bucket = self.buckets[index]
@@ -404,7 +422,9 @@ class Buckets:
             entry.slot.complete()
         if bucket.landing is not None:
             bucket.pending = (
-                bucket.reducer.reduce_scatter(bucket.landing) if self.stage else bucket.reducer.all_reduce(bucket.landing)
+                bucket.reducer.reduce_scatter(bucket.landing)
+                if self.stage
+                else bucket.reducer.all_reduce(bucket.landing)
             )
             return
         flat = self._buffer(index) if index in self._private else self._pool[index % len(self._pool)]
@@ -417,7 +437,8 @@ class Buckets:
         self._busy[index % len(self._pool)] = bucket.pending
 
     def flush(self, overlap: bool) -> None:
-        """The last backward of a sum is over: start what has not started. Learns in the first what to wait for in the next."""
+        """The last backward of a sum is over: start what has not started. Learns in the first what to wait for in the
+        next."""
         while self._next < len(self.buckets):
             self._launch(self._next)
         if self._learning and overlap and not (self.every_microbatch and self.puts_off):
@@ -440,7 +461,13 @@ class Buckets:
         return math.fsum(bucket.squares() for bucket in self.buckets)
 
     def update(
-        self, optimizer: Optimizer, lr: float, step: int, scale: float, own: Callable[[Bucket], Tensor], splits: dict[str, Axis]
+        self,
+        optimizer: Optimizer,
+        lr: float,
+        step: int,
+        scale: float,
+        own: Callable[[Bucket], Tensor],
+        splits: dict[str, Axis],
     ) -> None:
         """Apply the optimizer to this rank's fragments.
 
@@ -486,8 +513,8 @@ def _sum_together(tensors: list[Tensor], axes: list[Axis]) -> None:
 
 
 def _groups(entries: Iterable[Entry], itemsize: int, bucket_bytes: int, by_unit: bool) -> Iterator[list[Entry]]:
-    """Consecutive entries of at least `bucket_bytes`; those that need further sums, are counted elsewhere or, `by_unit`, are gathered with
-    another unit, apart from the others."""
+    """Consecutive entries of at least `bucket_bytes`; those that need further sums, are counted elsewhere or,
+    `by_unit`, are gathered with another unit, apart from the others."""
     open_groups: dict[tuple[str, bool, int], list[Entry]] = {}
     for entry in entries:
         key = (entry.extra, entry.counted, entry.unit if by_unit else 0)

@@ -1,4 +1,5 @@
-"""Sums flat gradients over the data-parallel ranks, one after the other, beside the computation; and exchanges what ZeRO divides."""
+"""Sums flat gradients over the data-parallel ranks, one after the other, beside the computation; and exchanges what
+ZeRO divides."""
 
 import copy
 import queue
@@ -49,10 +50,11 @@ class Flat:
 
 
 class Reducer:
-    """Sums over the mesh's gradient axis (replicate x shard x context), whole or divided over its zero axis (shard x context), in the order in
-    which they are started, which must be the same on all ranks.
+    """Sums over the mesh's gradient axis (replicate x shard x context), whole or divided over its zero axis (shard x
+    context), in the order in which they are started, which must be the same on all ranks.
 
-    Ranks of one machine without an accelerator add up memory they share; elsewhere torch.distributed does it. Either way beside the
+    Ranks of one machine without an accelerator add up memory they share; elsewhere torch.distributed does it. Either
+    way beside the
     computation: on a thread, or on an accelerator's side stream.
 
     Args:
@@ -81,7 +83,8 @@ class Reducer:
             self._release.atexit = False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Flat:
-        """A zeroed flat tensor, visible to the other ranks where they share memory. Collective over the gradient axis."""
+        """A zeroed flat tensor, visible to the other ranks where they share memory. Collective over the gradient
+        axis."""
         if self.link is None:
             return Flat(torch.zeros(numel, dtype=dtype, device=device), None)
         memory = HostMemory(self.link, numel, dtype)
@@ -98,7 +101,8 @@ class Reducer:
         return self._start(lambda: host.sum_into(start, stop, [tensor[start:stop] for tensor in host.tensors]))
 
     def reduce_scatter(self, flat: Flat, into: Tensor | None = None) -> Pending:
-        """Begin to sum `flat` over the gradient axis; this rank gets its fragment of the zero axis alone: in place, or added to `into`."""
+        """Begin to sum `flat` over the gradient axis; this rank gets its fragment of the zero axis alone: in place, or
+        added to `into`."""
         size, rank = self.zero.size, self.zero.rank
         length = flat.tensor.numel() // size
         start, stop = rank * length, (rank + 1) * length
@@ -123,7 +127,8 @@ class Reducer:
         return self._start(lambda: host.sum_into(low, high, copies))
 
     def meet(self) -> None:
-        """Where memory is shared: wait until all ranks have written what the others will read. No sum may be under way."""
+        """Where memory is shared: wait until all ranks have written what the others will read. No sum may be under
+        way."""
         if self.link is not None:
             self.link.wait_for_all()
 
@@ -137,7 +142,8 @@ class Reducer:
             part.copy_(own.host.tensors[self.replicas.rank * self.zero.size + rank])
 
     def refresh(self, full: Flat) -> None:
-        """Fill `full`, of which every rank of the zero axis has updated its fragment, with the others' fragments. After `meet`."""
+        """Fill `full`, of which every rank of the zero axis has updated its fragment, with the others' fragments. After
+        `meet`."""
         parts = full.tensor.view(self.zero.size, -1)
         if full.host is None:
             collectives.all_gather(parts[self.zero.rank], full.tensor, self.zero)

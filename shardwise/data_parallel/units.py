@@ -1,4 +1,5 @@
-"""Parameters divided between steps (ZeRO stage 3): gathered for a unit of the model just before it computes, and given back after."""
+"""Parameters divided between steps (ZeRO stage 3): gathered for a unit of the model just before it computes, and given
+back after."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ UNIT = "_shardwise_unit"
 
 
 class Units:
-    """Gathers and releases the buckets of one chunk around its modules' forwards and backwards; below stage 3 it does nothing.
+    """Gathers and releases the buckets of one chunk around its modules' forwards and backwards; below stage 3 it does
+    nothing.
 
-    A unit is gathered before its module's forward and released after it; gathered again when the gradient of its output is there, and
-    released when the unit before it is. What belongs to no unit (-1) is there while the chunk computes.
+    A unit is gathered before its module's forward and released after it; gathered again when the gradient of its output
+    is there, and released when the unit before it is. What belongs to no unit (-1) is there while the chunk computes.
     """
 
     def __init__(self, root: nn.Module, buckets: Buckets) -> None:
