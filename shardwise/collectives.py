@@ -8,9 +8,11 @@ import math
 import mmap
 import os
 import platform
+import select
 import socket
 import struct
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,20 +110,29 @@ def machine_identity() -> str:
 
 
 class HostLink:
-    """Sockets between all pairs of ranks of an axis that lie on one machine: tells when all have come to a point, and passes file
-    descriptors. Made by `connect`, which is collective over the axis.
+    """Between all pairs of ranks of an axis that lie on one machine: a socket, which passes file descriptors, and a bell each
+    way. Made by `connect`, which is collective over the axis.
+
+    Ranks wait for bells alone. The kernel moves whoever a socket wakes to the core of the writer, which goes on computing
+    there.
     """
 
     def __init__(self, axis: Axis, peers: dict[int, socket.socket]) -> None:
         self.axis = axis
         self._peers = peers
+        self._rung = dict.fromkeys(peers, 0)
+        self._mine = {rank: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for rank in peers}
+        for rank, peer in peers.items():
+            socket.send_fds(peer, [b"b"], [self._mine[rank]])
+        self._theirs = {rank: _receive_descriptor(peer) for rank, peer in peers.items()}
+        self._release = weakref.finalize(self, _close, [*self._mine.values(), *self._theirs.values()])
 
     @staticmethod
     def connect(axis: Axis) -> "HostLink | None":
         """A link over `axis`, or None on all its ranks if they are not all on one Linux machine."""
         listener: socket.socket | None = None
         offer = None
-        if hasattr(os, "memfd_create") and hasattr(socket, "AF_UNIX"):
+        if hasattr(os, "memfd_create") and hasattr(os, "eventfd"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             # A name in Linux's abstract namespace: no file to leave behind.
             address = f"\0shardwise-{uuid.uuid4().hex}"
@@ -165,30 +176,64 @@ class HostLink:
 
     def arrive(self) -> None:
         """Tell every peer that this rank has come so far; does not wait."""
-        for rank, peer in self._peers.items():
-            self._talk(rank, lambda peer=peer: peer.sendall(b"."))  # type: ignore[misc]
+        for rank in self._peers:
+            self.ring(rank)
 
     def wait_for_others(self) -> None:
         """Return once every peer has called `arrive` as often as this rank has called this."""
-        for rank, peer in self._peers.items():
-            if self._talk(rank, lambda peer=peer: peer.recv(1)) == b"":  # type: ignore[misc]
-                raise RuntimeError(f"rank {self.axis.ranks[rank]} is gone: it closed its end of the {self.axis.name} axis")
+        for rank in self._peers:
+            while not self._rung[rank]:
+                if not self.listen(rank):
+                    raise self.gone(rank)
+            self._rung[rank] -= 1
 
-    def _talk(self, rank: int, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except OSError as error:
-            raise RuntimeError(f"rank {self.axis.ranks[rank]} does not answer on the {self.axis.name} axis: {error}") from error
+    def gone(self, rank: int) -> RuntimeError:
+        """What to raise when the rank at a position on the axis is gone."""
+        return RuntimeError(f"rank {self.axis.ranks[rank]} is gone: it closed its end of the {self.axis.name} axis")
+
+    def ring(self, rank: int) -> None:
+        """Wake the rank at a position on the axis if it listens, or have it find this when it does."""
+        os.eventfd_write(self._theirs[rank], 1)
+
+    def listen(self, rank: int, room: bool = False) -> bool:
+        """Wait until the rank at a position on the axis has rung since the last time, or, with `room`, until its socket
+        takes more. Returns False if it is gone.
+
+        Raises:
+            RuntimeError: it stayed silent.
+        """
+        poll = select.poll()
+        poll.register(self._mine[rank], select.POLLIN)
+        poll.register(self._peers[rank], select.POLLOUT if room else 0)
+        ready = dict(poll.poll(PATIENCE_SECONDS * 1000))
+        if not ready:
+            name = f"rank {self.axis.ranks[rank]} does not answer on the {self.axis.name} axis"
+            raise RuntimeError(f"{name}: silent for {PATIENCE_SECONDS:.0f} s")
+        if self._mine[rank] in ready:
+            self._rung[rank] += os.eventfd_read(self._mine[rank])
+            return True
+        return not ready[self._peers[rank].fileno()] & (select.POLLHUP | select.POLLERR)
 
     def exchange(self, descriptor: int) -> dict[int, int]:
         """Give every peer a file descriptor, get theirs, by rank along the axis."""
         for peer in self._peers.values():
             socket.send_fds(peer, [b"f"], [descriptor])
-        return {rank: socket.recv_fds(peer, 1, 1)[1][0] for rank, peer in self._peers.items()}
+        return {rank: _receive_descriptor(peer) for rank, peer in self._peers.items()}
 
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
+        self._release()
+
+
+def _receive_descriptor(peer: socket.socket) -> int:
+    descriptor: int = socket.recv_fds(peer, 1, 1)[1][0]
+    return descriptor
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class HostMemory:

@@ -6,7 +6,6 @@ import array
 import math
 import mmap
 import os
-import select
 import socket
 import struct
 import weakref
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import PATIENCE_SECONDS, HostLink
+from shardwise.collectives import HostLink
 from shardwise.mesh import Axis
 
 Wait = Callable[[], Tensor]
@@ -139,7 +138,7 @@ class _Peer:
     """The rank at the other end of a socket."""
 
     def __init__(self, link: HostLink, rank: int) -> None:
-        self._name = f"rank {link.axis.ranks[rank]} on the {link.axis.name} axis"
+        self._link, self._rank = link, rank
         self._socket = link.sockets[rank]
         self._socket.setblocking(False)
         self._own: list[_Segment] = []
@@ -175,22 +174,24 @@ class _Peer:
 
     def give_back(self) -> None:
         while self._unused:
-            self._write(_GIVEN_BACK, self._unused.popleft())
+            self._write(_GIVEN_BACK, self._unused.popleft(), ring=False)
 
-    def _write(self, tag: int, number: int, descriptor: int | None = None) -> None:
+    def _write(self, tag: int, number: int, descriptor: int | None = None, ring: bool = True) -> None:
         passed = []
         if descriptor is not None:
             passed.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])))
         while True:
             try:
                 self._socket.sendmsg([_NOTE.pack(tag, number)], passed)
-                return
+                break
             except BlockingIOError:
                 # No room: the peer has not read for long. It may wait for room itself, so read.
-                self._poll(select.POLLIN | select.POLLOUT)
+                self._link.listen(self._rank, room=True)
                 self._read(wait=False)
             except OSError as error:
-                raise RuntimeError(f"{self._name} is gone: {error}") from error
+                raise self._link.gone(self._rank) from error
+        if ring:
+            self._link.ring(self._rank)
 
     def _read(self, wait: bool) -> bool:
         """Take note of what the peer says next. Returns False if it says nothing and `wait` is not asked for."""
@@ -201,11 +202,11 @@ class _Peer:
             except BlockingIOError:
                 if not wait:
                     return False
-                self._poll(select.POLLIN)
+                self._link.listen(self._rank)
             except OSError as error:
-                raise RuntimeError(f"{self._name} is gone: {error}") from error
+                raise self._link.gone(self._rank) from error
         if len(note) < _NOTE.size:
-            raise RuntimeError(f"{self._name} is gone: it closed its end")
+            raise self._link.gone(self._rank)
         tag, number = _NOTE.unpack(note)
         if tag == _GIVEN_BACK:
             self._free[self._own[number].length].append(number)
@@ -216,9 +217,3 @@ class _Peer:
             os.close(descriptor)
         self._arrived[tag].append(number)
         return True
-
-    def _poll(self, events: int) -> None:
-        poll = select.poll()
-        poll.register(self._socket, events)
-        if not poll.poll(PATIENCE_SECONDS * 1000):
-            raise RuntimeError(f"{self._name} has been silent for {PATIENCE_SECONDS:.0f} s")

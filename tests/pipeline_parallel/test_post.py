@@ -114,4 +114,4 @@ def _leave() -> str:
 
 
 def test_a_rank_that_is_gone_is_named() -> None:
-    assert run_ranks(_leave, 2)[0] == "rank 1 on the pipeline axis is gone: it closed its end"
+    assert run_ranks(_leave, 2)[0] == "rank 1 is gone: it closed its end of the pipeline axis"
