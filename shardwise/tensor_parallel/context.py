@@ -153,7 +153,7 @@ class Context:
         self.axis = replace(axis, group=mesh.private_group(axis))
         self._positions = positions
         self._only = only  # the tensors that may be among the inputs, where others would mean something
-        self._spreads: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor of positions
+        self._spreads: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor of positions, or of documents
         self._current: Spread | None = None
 
     def local(self, batch: Batch) -> Batch:
@@ -195,13 +195,31 @@ class Context:
             first = next(iter(batches.tensors(divided)))
             positions = zigzag.positions(self.axis.rank, first.device)
             divided[self._positions] = positions.expand(len(first), -1)
-        self._spreads[divided[self._positions]] = Spread(zigzag, inputs.get("documents"))
+        spread = Spread(zigzag, inputs.get("documents"))
+        self._spreads[divided[self._positions]] = spread
+        if spread.documents is not None:
+            self._spreads[divided["documents"]] = spread
         return divided, targets
 
-    def current(self) -> Spread:
-        """How the sequences lie that the model is called with."""
-        assert self._current is not None, "the model was called with a batch that was not divided"
-        return self._current
+    def spread_of(self, documents: Tensor | None) -> Spread:
+        """How the sequences lie that attention is called for.
+
+        By the documents themselves, since a layer that is computed again in backward comes after others' calls; without
+        documents as in the stage's last call, since a step has one length.
+
+        Raises:
+            ValueError: the documents are not those of a batch.
+        """
+        if documents is None:
+            assert self._current is not None, "the model was called with a batch that was not divided"
+            return self._current.undivided()
+        found: Spread | None = self._spreads.get(documents)  # type: ignore[no-untyped-call]
+        if found is None:
+            raise ValueError(
+                "plan.context: attention was called with documents that are not the batch's, so those of the other "
+                'ranks are not known; give them as the input "documents" (B, S), and pass them on as they are'
+            )
+        return found
 
     def enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Called before a stage, with (received, inputs)."""
@@ -210,9 +228,9 @@ class Context:
 
 def _divided(core: nn.Module, context: Context, method: str) -> nn.Module:
     if method == "ulysses":
-        return UlyssesAttention(core, context.axis, context.current)
+        return UlyssesAttention(core, context.axis, context.spread_of)
     window = int(getattr(core, "window", 0) or 0)
-    return RingAttention(context.axis, context.current, window, getattr(core, "scale", None))
+    return RingAttention(context.axis, context.spread_of, window, getattr(core, "scale", None))
 
 
 def divide(model: nn.Module, stages: Iterable[nn.Module], mesh: Mesh, method: str) -> Context:

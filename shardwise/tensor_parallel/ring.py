@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.mesh import Axis
 from shardwise.tensor_parallel import block_attention
-from shardwise.tensor_parallel.zigzag import Spread, local
+from shardwise.tensor_parallel.zigzag import Spread, check_lengths
 
 
 class Shift:
@@ -226,16 +226,18 @@ class RingAttention(nn.Module):
 
     Args:
         axis: the ranks that the sequence lies on.
-        current: gives how the sequences at hand lie on them.
+        spread_of: this rank's part of the documents, or None -> how those sequences lie on the ranks.
         window, scale: as for `ring_attention`.
     """
 
-    def __init__(self, axis: Axis, current: Callable[[], Spread], window: int = 0, scale: float | None = None) -> None:
+    def __init__(
+        self, axis: Axis, spread_of: Callable[[Tensor | None], Spread], window: int = 0, scale: float | None = None
+    ) -> None:
         super().__init__()
         self.axis = axis
         self.window = window
         self.scale = scale
-        self._current = current
+        self._spread_of = spread_of
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Causal attention of this rank's queries to all ranks' keys.
@@ -245,7 +247,8 @@ class RingAttention(nn.Module):
             documents: this rank's part of the batch's documents.
 
         Raises:
-            ValueError: the lengths are not those of this rank's part, or the batch has no documents.
+            ValueError: the lengths are not those of this rank's part, or the documents are not the batch's.
         """
-        spread = local(self._current(), self.axis, q, k, documents)
+        spread = self._spread_of(documents)
+        check_lengths(spread, self.axis, q, k)
         return ring_attention(q, k, v, self.axis, spread, self.window, self.scale)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.mesh import Axis
-from shardwise.tensor_parallel.zigzag import Spread, local
+from shardwise.tensor_parallel.zigzag import Spread, check_lengths
 
 
 class _AllToAll(torch.autograd.Function):
@@ -58,14 +58,14 @@ class UlyssesAttention(nn.Module):
     Args:
         core: the module.
         axis: the ranks that the sequence lies on.
-        current: gives how the sequences at hand lie on them.
+        spread_of: this rank's part of the documents, or None -> how those sequences lie on the ranks.
     """
 
-    def __init__(self, core: nn.Module, axis: Axis, current: Callable[[], Spread]) -> None:
+    def __init__(self, core: nn.Module, axis: Axis, spread_of: Callable[[Tensor | None], Spread]) -> None:
         super().__init__()
         self.core = core
         self.axis = axis
-        self._current = current
+        self._spread_of = spread_of
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Attention of this rank's queries to all ranks' keys.
@@ -78,11 +78,12 @@ class UlyssesAttention(nn.Module):
             (B, N, S of this rank, E).
 
         Raises:
-            ValueError: the ranks do not divide the N heads, the lengths are not those of this rank's part, or the batch
-                has no documents.
+            ValueError: the ranks do not divide the N heads, the lengths are not those of this rank's part, or the
+                documents are not the batch's.
         """
         axis = self.axis
-        spread = local(self._current(), axis, q, k, documents)
+        spread = self._spread_of(documents)
+        check_lengths(spread, axis, q, k)
         num_heads, num_shared = q.shape[1], k.shape[1]
         if num_heads % axis.size:
             raise ValueError(

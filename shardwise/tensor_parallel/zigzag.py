@@ -92,11 +92,11 @@ class Spread:
         return bool(meet.any()), bool(alone.all())
 
 
-def local(spread: Spread, axis: Axis, q: Tensor, k: Tensor, documents: Tensor | None) -> Spread:
-    """The spread that an attention module works by which was called with these (B, N, S, D) queries and keys.
+def check_lengths(spread: Spread, axis: Axis, q: Tensor, k: Tensor) -> None:
+    """Check that (B, N, S, D) queries and keys are those of this rank's part of the sequence.
 
     Raises:
-        ValueError: they are not this rank's part of the sequence, or come with documents that the batch does not have.
+        ValueError: their lengths are others.
     """
     expected = spread.zigzag.count(axis.rank)
     if q.shape[2] != expected or k.shape[2] != expected:
@@ -105,9 +105,3 @@ def local(spread: Spread, axis: Axis, q: Tensor, k: Tensor, documents: Tensor | 
             f"{expected} of {spread.zigzag.length} positions; the model must keep the sequence's length, or set "
             "plan.context = 1"
         )
-    if documents is not None and spread.documents is None:
-        raise ValueError(
-            "plan.context: attention was called with documents that are not in the batch, so those of the other ranks "
-            'are not known; give them as the input "documents" (B, S)'
-        )
-    return spread if documents is not None else spread.undivided()

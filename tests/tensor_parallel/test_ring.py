@@ -55,9 +55,9 @@ def on_ranks(cases: list[dict[str, Any]]) -> list[list[Tensor] | str]:
         own = None if documents is None else zigzag.take(documents, axis.rank)
         window, spread = case.get("window", 0), Spread(zigzag, documents)
         if case["method"] == "ring":
-            module: torch.nn.Module = RingAttention(axis, lambda spread=spread: spread, window)
+            module: torch.nn.Module = RingAttention(axis, lambda own, spread=spread: spread, window)
         else:
-            module = UlyssesAttention(Core(window), axis, lambda spread=spread: spread)
+            module = UlyssesAttention(Core(window), axis, lambda own, spread=spread: spread)
         try:
             y = module(*leaves, own)
         except ValueError as error:
@@ -139,7 +139,7 @@ def traffic(case: dict[str, Any]) -> list[tuple[int, int]]:
         patch.setattr(dist, "batch_isend_irecv", counted_shift)
         patch.setattr(dist, "all_to_all_single", counted_exchange)
         spread = Spread(Zigzag(case["length"], axis.size))
-        for module in (RingAttention(axis, lambda: spread), UlyssesAttention(Core(), axis, lambda: spread)):
+        for module in (RingAttention(axis, lambda own: spread), UlyssesAttention(Core(), axis, lambda own: spread)):
             leaves = [spread.zigzag.take(t, axis.rank, 2).float().requires_grad_() for t in inputs(case)[0]]
             sent[0] = 0
             y = module(*leaves)
@@ -178,7 +178,7 @@ def order_of_events(case: dict[str, Any]) -> list[str]:
         patch.setattr(block_attention, "forward", noting("block", forward))
         patch.setattr(block_attention, "backward", noting("block", backward))
         leaves = [spread.zigzag.take(t, axis.rank, 2).requires_grad_() for t in inputs(case)[0]]
-        RingAttention(axis, lambda: spread)(*leaves).sum().backward()
+        RingAttention(axis, lambda own: spread)(*leaves).sum().backward()
     return events
 
 
