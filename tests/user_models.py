@@ -108,6 +108,10 @@ def plain() -> nn.Module:
     return nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
 
 
+def linears() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+
 def in_place() -> nn.Module:
     return nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear())
 

@@ -1,0 +1,396 @@
+"""What a step leaves alone, what it tells, in which order things happen, and what others do when a rank is gone."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.loss import IGNORED, Loss
+from shardwise.optimizers import SGD, AdamW
+from shardwise.parallel import Parallel, update_groups, version_table
+from shardwise.parallelize import build_schedule, parallelize
+from shardwise.pipeline_parallel.schedule import unroll, versions
+from shardwise.plan import Plan
+from tests import small_models, user_models
+from tests.pool import RankFailed, run_ranks
+
+summed = Loss(lambda output, targets: output.sum(), lambda targets: torch.tensor(targets.shape[0]))
+
+
+def make(plan: dict[str, Any], model: nn.Module | None = None, **settings: Any) -> Parallel:
+    settings = {"loss": user_models.squares, "optimizer": AdamW(lr=0.01), "bucket_bytes": 1, **settings}
+    return parallelize(model or user_models.make("plain"), Plan(**plan), **settings)
+
+
+def state_bits(parallel: Parallel) -> dict[str, bytes]:
+    found = {}
+    for name, value in parallel.state_dict().items():
+        tensors = [value] if isinstance(value, Tensor) else [tensor for _, tensor in value.boxes]
+        found[name] = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
+    return found
+
+
+# Skipped steps
+
+
+def overflow(plan: dict[str, Any], where: int) -> tuple[bool, bool, int, list[str], int | None, float]:
+    parallel = make(plan, clip=1.0)
+    good, bad = ((inputs.clone(), targets) for inputs, targets in user_models.batches(2, 4))
+    parallel.step(parallel.share(good))
+    before = state_bits(parallel)
+    bad[0][where] = float("inf")
+    metrics = parallel.step(parallel.share(bad))
+    faulty = metrics.faulty_rank
+    after = state_bits(parallel)
+    changed = [name for name, bits in before.items() if after[name] != bits]
+    again = parallel.step(parallel.share(good))
+    return metrics.skipped, again.skipped, int(parallel.step_count), changed, faulty, again.loss
+
+
+@pytest.mark.parametrize(
+    ("plan", "faulty"),
+    [
+        ({"replicate": 2}, 1),
+        ({"shard": 2, "zero": 2}, 1),
+        ({"shard": 2, "zero": 3}, 1),
+        ({"pipeline": 2, "microbatches": 2}, 1),
+        ({"pipeline": 2, "replicate": 2, "microbatches": 2}, 3),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_not_finite_anywhere_changes_nothing_anywhere(plan: dict[str, int], faulty: int) -> None:
+    for skipped, again, steps, changed, rank, loss in run_ranks(overflow, Plan(**plan).num_ranks, plan, 3):
+        assert skipped
+        assert changed == []
+        assert rank == faulty  # the last stage of the data rank that read it
+        assert not again
+        assert steps == 2  # the schedule of learning rates and Adam's bias correction do not advance over a skip
+        assert loss == loss
+
+
+def asynchronous_overflow() -> tuple[bool, int, bool]:
+    """Stages skip by themselves, and one bad microbatch does not stop the updates of those that follow."""
+    parallel = make({"pipeline": 2, "schedule": "pipedream", "microbatches": 4}, optimizer=SGD(lr=0.1), clip=1.0)
+    (good,) = user_models.batches(1, 4)
+    bad = good[0].clone()
+    bad[1] = float("inf")
+    before = parallel.full_parameters()
+    skipped = parallel.step((bad, good[1])).skipped
+    after = parallel.full_parameters()
+    finite = all(bool(value.isfinite().all()) for value in after.values())
+    moved = all(not torch.equal(before[name], value) for name, value in after.items())
+    return skipped, int(parallel.step_count), finite and moved
+
+
+def test_an_asynchronous_stage_skips_the_bad_update_alone() -> None:
+    found = run_ranks(asynchronous_overflow, 2)
+    assert any(skipped for skipped, _, _ in found)
+    assert [rest for _, *rest in found] == [[4, True], [4, True]]  # both ranks count the same updates
+
+
+# Evaluation
+
+
+def evaluated(plan: dict[str, Any], rows: int) -> tuple[float, int, bool]:
+    model = small_models.build({"tied": True}, "cpu")
+    model.blocks[0].eval()  # as somebody left it
+    parallel = parallelize(model, Plan(**plan), optimizer=SGD(lr=0.1))
+    train, held_out = small_models.make_batches(2, 8, 4)
+    inputs, targets = held_out
+    held_out = ({"tokens": inputs["tokens"][:rows]}, targets[:rows])
+    parallel.step(parallel.share(train))
+    parallel.drain()
+    before = state_bits(parallel)
+    modes = [module.training for module in parallel.model.modules()]
+    random = torch.get_rng_state()
+    loss, count = parallel.evaluate(parallel.share(held_out))
+    assert [module.training for module in parallel.model.modules()] == modes
+    assert state_bits(parallel) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    again = parallel.evaluate(parallel.share(held_out))
+    parallel.step(parallel.share(train))  # and training goes on
+    return loss, count, again == (loss, count)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"replicate": 2},
+        {"shard": 2, "zero": 3},
+        {"pipeline": 2, "microbatches": 3},
+        {"pipeline": 2, "chunks": 2, "schedule": "zbv", "microbatches": 4},
+        {"pipeline": 2, "replicate": 2, "microbatches": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_evaluation_counts_every_row_once_also_where_a_rank_has_none(plan: dict[str, Any], rows: int) -> None:
+    train, (inputs, targets) = small_models.make_batches(2, 8, 4)
+    found = run_ranks(evaluated, Plan(**plan).num_ranks, plan, rows)
+    right = alone(train, inputs["tokens"][:rows], targets[:rows])
+    for loss, count, same in found:
+        assert count == int((targets[:rows] != IGNORED).sum())
+        assert loss == pytest.approx(right, rel=1e-4, abs=1e-5)
+        assert same
+
+
+def alone(train: Any, tokens: Tensor, targets: Tensor) -> float:
+    """One step and the evaluation, plainly."""
+    model = small_models.build({"tied": True}, "cpu")
+    count = int((train[1] != IGNORED).sum())
+    total = F.cross_entropy(model(**train[0]).flatten(0, 1), train[1].flatten(), reduction="sum")
+    (total / count).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * parameter.grad)
+        if not len(tokens):
+            return 0.0
+        return float(F.cross_entropy(model(tokens=tokens).flatten(0, 1), targets.flatten(), reduction="sum"))
+
+
+def test_what_a_model_without_an_optimizer_cannot_do_is_said() -> None:
+    parallel = make({}, optimizer=None)
+    (batch,) = user_models.batches(1, 4)
+    assert parallel.evaluate(batch)[1] == 4
+    with pytest.raises(ValueError, match=r"no optimizer: pass parallelize\(\.\.\., optimizer="):
+        parallel.step(batch)
+    with pytest.raises(ValueError, match="a batch of 4 rows cannot make plan.microbatches = 5; use fewer"):
+        make({"microbatches": 5}).step(batch)
+
+
+# Random numbers
+
+
+class Noise(nn.Module):
+    """Drops, and keeps the masks it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.masks: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = F.dropout(torch.ones_like(x), 0.5, self.training)
+        self.masks.append(tuple(kept.flatten().int().tolist()))
+        return x * self.scale * kept
+
+
+def drawn(plan: dict[str, Any], start: int = 0, steps: int = 2, seed: int = 0) -> list[list[tuple[int, ...]]]:
+    """The masks of every layer of this rank, in the order of microbatches and steps."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    model = nn.Sequential(*(Noise() for _ in range(4)))
+    noises = list(model)
+    parallel = make(plan, model, loss=summed, seed=seed)
+    parallel.step_count += start  # as loading a checkpoint does
+    before = torch.get_rng_state()
+    for _ in range(steps):
+        parallel.step(parallel.share((torch.ones(4, 16), torch.ones(4, 16))))
+    parallel.drain()
+    assert torch.equal(torch.get_rng_state(), before)  # the program's own random numbers are left alone
+    return [noise.masks for noise in noises if noise.masks]
+
+
+def test_dropout_is_reproduced_after_a_resume_and_new_in_every_step_microbatch_layer_and_seed() -> None:
+    plan = {"microbatches": 2}
+    first = drawn(plan)
+    assert first == drawn(plan)
+    assert [masks[2:] for masks in first] == drawn(plan, start=1, steps=1)
+    everything = [mask for masks in first for mask in masks]
+    assert len(set(everything)) == len(everything) == 16
+    assert not set(everything) & {mask for masks in drawn(plan, seed=1) for mask in masks}
+
+
+def test_data_ranks_drop_differently() -> None:
+    left, right = run_ranks(drawn, 2, {"replicate": 2, "microbatches": 2})
+    assert not {mask for masks in left for mask in masks} & {mask for masks in right for mask in masks}
+
+
+def test_dropout_is_the_same_in_any_order_of_microbatches() -> None:
+    """The stages are the same, the schedules are not: a mask belongs to (step, data rank, microbatch, stage)."""
+    gpipe, *others = (
+        run_ranks(drawn, 2, {"pipeline": 2, "microbatches": 4, "schedule": name})
+        for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+    )
+    assert all(other == gpipe for other in others)
+    interleaved, straight = (
+        run_ranks(drawn, 2, {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": name})
+        for name in ("interleaved", "zbv")
+    )
+    masks = [{mask for rank in found for masks in rank for mask in masks} for found in (interleaved, straight)]
+    assert masks[0] == masks[1]  # though the stages are on other ranks
+
+
+# The order of events
+
+
+def events(plan: dict[str, Any], overlap: bool = True) -> list[str]:
+    """What happens in the second step: gradients that land, sums that begin."""
+    parallel = make(plan, user_models.make("linears"), overlap=overlap)
+    (batch,) = user_models.batches(1, 8)
+    parallel.step(parallel.share(batch))
+    seen: list[str] = []
+    for _, entry in parallel.chunks[0].buckets:
+        landing = entry.slot.on_landing
+
+        def landed(slot: Any, landing: Any = landing) -> None:
+            seen.append(f"landed {slot.name[0]}")
+            landing(slot)
+
+        entry.slot.on_landing = landed
+    reducer = parallel.chunks[0].buckets.reducer
+    for name in ("all_reduce", "reduce_scatter"):
+        begin = getattr(reducer, name)
+
+        def start(*given: Any, begin: Any = begin) -> Any:
+            seen.append("sum")
+            return begin(*given)
+
+        setattr(reducer, name, start)
+    parallel.step(parallel.share(batch))
+    return seen
+
+
+@pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2, "zero": 1}], ids=str)
+def test_sums_begin_while_backward_still_runs(plan: dict[str, Any]) -> None:
+    alternating = [event for layer in "3210" for event in (f"landed {layer}", "sum")]
+    assert run_ranks(events, 2, plan) == [alternating] * 2
+    late = [f"landed {layer}" for layer in "3210"] + ["sum"] * 4
+    assert run_ranks(events, 2, plan, False) == [late] * 2
+
+
+def test_nothing_is_summed_while_microbatches_accumulate() -> None:
+    quiet = [f"landed {layer}" for _ in range(2) for layer in "3210"]
+    for found in run_ranks(events, 2, {"replicate": 2, "microbatches": 3}):
+        assert found[:8] == quiet
+        assert found.count("sum") == 4
+        assert found[8:] == [event for layer in "3210" for event in (f"landed {layer}", "sum")]
+
+
+def growing() -> str:
+    """A layer that is used more often than in the first step, whose sum has begun by then."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.times = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = self.linear(x)
+            return x
+
+    torch.manual_seed(0)
+    again = Again()
+    parallel = make({"replicate": 2}, nn.Sequential(again, nn.Linear(4, 4)))
+    (batch,) = user_models.batches(1, 4)
+    parallel.step(parallel.share(batch))
+    again.times = 3
+    try:
+        parallel.step(parallel.share(batch))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_parameter_used_more_often_than_before_is_an_error_and_not_a_wrong_sum() -> None:
+    for text in run_ranks(growing, 2):
+        assert "parameter '0.linear." in text
+        assert "parallelize(..., overlap=False)" in text
+
+
+def memory(plan: dict[str, Any]) -> None:
+    model = user_models.make("plain")
+    parallel = make(plan, model, bucket_bytes=1 << 20)
+    (batch,) = user_models.batches(1, 4)
+    for _ in range(2):
+        parallel.step(parallel.share(batch))
+        for bucket, entry in parallel.chunks[0].buckets:
+            parameter = model.get_parameter(entry.name)
+            assert bucket.landing is not None
+            for tensor, flat in ((parameter, bucket.values), (entry.slot.view, bucket.landing.tensor)):
+                offset = bucket.offsets[entry.name] * flat.element_size()
+                assert tensor.data_ptr() == flat.data_ptr() + offset
+                assert tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("plan", [{}, {"replicate": 2}, {"shard": 2, "zero": 1}], ids=str)
+def test_parameters_and_gradients_lie_in_their_bucket(plan: dict[str, int]) -> None:
+    run_ranks(memory, Plan(**plan).num_ranks, plan)
+
+
+# Asynchronous schedules
+
+
+@pytest.mark.parametrize(("name", "stages", "m"), [("pipedream", 3, 2), ("pipedream", 4, 1), ("pipedream-2bw", 3, 4)])
+@pytest.mark.parametrize("sync", [False, True])
+def test_versions_repeat_from_step_to_step(name: str, stages: int, m: int, sync: bool) -> None:
+    if sync and name != "pipedream":
+        return
+    schedule = build_schedule(Plan(pipeline=stages, schedule=name, microbatches=m, vertical_sync=sync))
+    look_up = version_table(schedule)
+    assert look_up is not None
+    steps = 25
+    for number, row in enumerate(versions(unroll(schedule, steps))):
+        assert tuple(look_up(number, stage) for stage in range(stages)) == row, number
+    groups = update_groups(schedule)
+    assert groups == (list(range(m)) if name == "pipedream" else [0] * m)
+
+
+def test_a_synchronous_schedule_has_no_versions() -> None:
+    assert version_table(build_schedule(Plan(pipeline=2, microbatches=2))) is None
+
+
+# Ranks that are gone
+
+
+def broken(folder: str, plan: dict[str, int]) -> None:
+    """The last rank fails in the forward of microbatch 1 of the second step; the others note what they were told, and
+    go too."""
+    rank = dist.get_rank()
+    parallel = make(plan, user_models.make("linears"))
+    (batch,) = user_models.batches(1, 8)
+    calls = 0
+
+    def fail(module: nn.Module, given: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise ArithmeticError("planted")
+
+    if rank == parallel.mesh.num_ranks - 1:
+        parallel.chunks[0].module.register_forward_pre_hook(fail)
+    start = time.perf_counter()
+    try:
+        for _ in range(3):
+            parallel.step(parallel.share(batch)).loss  # noqa: B018
+            start = time.perf_counter()
+    except Exception as error:
+        text = "\n".join([repr(error), *getattr(error, "__notes__", [])])
+        Path(folder, str(rank)).write_text(f"{time.perf_counter() - start:.3f}\n{text}")
+    os._exit(1)
+
+
+def test_a_rank_that_goes_takes_the_others_with_it_within_seconds_who_say_where(tmp_path: Path) -> None:
+    plan = {"pipeline": 2, "replicate": 2, "microbatches": 2}
+    with pytest.raises(RankFailed, match="the process died"):
+        run_ranks(broken, 4, str(tmp_path), plan)
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told.keys() == {"0", "1", "2", "3"}
+    for rank, text in told.items():
+        assert float(text.split("\n")[0]) < 30, text
+        if rank == "3":
+            assert "planted" in text
+            assert "in F of microbatch 1 on stage 1 (pipeline rank 1)" in text
+        else:
+            stage = int(rank) // 2
+            assert f"on stage {stage} (pipeline rank {stage})" in text, text
+            assert "is gone" in text, text
