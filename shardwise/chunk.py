@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data_parallel.buckets import Bucket, Buckets
+from shardwise.data_parallel.buckets import Bucket, Buckets, Scale
 from shardwise.data_parallel.units import Units
 from shardwise.gradient import Tape, hook
 from shardwise.mesh import Axis
@@ -117,7 +117,7 @@ class ModelChunk:
 
     # The engine's side
 
-    def update(self, optimizer: Optimizer, lr: float, step: int, scale: float, apply: bool = True) -> None:
+    def update(self, optimizer: Optimizer, lr: float, step: int, scale: Scale, apply: bool = True) -> None:
         """Apply the optimizer with the summed gradients, or, if not `apply`, leave the parameters as they are. With an
         asynchronous schedule this makes a new weight version, in new memory if microbatches in flight need the old
         one."""
@@ -134,7 +134,9 @@ class ModelChunk:
                 self._spare.append(self._versions.pop(number))
         if apply:
             own = (
-                (lambda bucket: bucket.own) if self._version_of is None else (lambda bucket: version.values[id(bucket)])
+                (lambda bucket: bucket.master)
+                if self._version_of is None
+                else (lambda bucket: version.values[id(bucket)])
             )
             self.buckets.update(optimizer, lr, step, scale, own, self._splits)
         self.buckets.spent = True

@@ -48,9 +48,10 @@ class Slot:
         on_landing: called after every contribution.
         view: the memory, in the parameter's local shape; None if it is there only while gradients land.
         find: makes `view` be there, for memory that comes and goes.
+        converts: True if the memory has another number format than the parameter.
     """
 
-    __slots__ = ("direct", "expected", "find", "fresh", "landed", "name", "on_landing", "view")
+    __slots__ = ("converts", "direct", "expected", "find", "fresh", "landed", "name", "on_landing", "view")
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class Slot:
         on_landing: Callable[["Slot"], None],
         view: Tensor | None = None,
         find: Callable[["Slot"], None] | None = None,
+        converts: bool = False,
     ) -> None:
         assert (view is None) != (find is None)
+        self.converts = converts
         self.name = name
         self.view = view
         self.find = find
@@ -76,7 +79,7 @@ class Slot:
     @property
     def accumulates(self) -> bool:
         """Whether autograd may add to the view in place: it is always there, and begins as zeros."""
-        return not self.direct and self.find is None
+        return not self.direct and self.find is None and not self.converts
 
     def _memory(self) -> Tensor:
         if self.view is None:
@@ -87,6 +90,9 @@ class Slot:
 
     def matmul(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right."""
+        if self.converts:
+            self.add(kernels.product(left, right))
+            return
         view = self._memory()
         if self.fresh:
             torch.mm(left, right, out=view)
@@ -108,7 +114,7 @@ class Slot:
         view = self._memory()
         if self.fresh:
             view.zero_()
-        view.index_add_(0, index, rows)
+        view.index_add_(0, index, rows.to(view.dtype))
         self._written()
 
     def _written(self) -> None:

@@ -14,10 +14,11 @@ from shardwise import batch as batches
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk
-from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
+from shardwise.data_parallel.buckets import Bucket, Buckets, Entry, Scale
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.layout import Layout, Place, share
 from shardwise.loss import Loss
+from shardwise.memory.precision import LossScale, Precision
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pieces import Pieces, pieces_of
@@ -46,14 +47,22 @@ class StepMetrics:
         gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of
             the last update of this rank's last stage); None if it was not computed.
         tokens: targets in the step, over all ranks.
-        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed
-            (with an asynchronous schedule, those of one of this rank's updates).
+        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed (with an asynchronous
+            schedule, those of one of this rank's updates).
+        loss_scale: fp16's factor on the loss after the step; None in other precisions.
         faulty_rank: the first rank whose own loss was not finite, if any.
     """
 
     def __init__(
-        self, totals: Tensor, work: dist.Work | None, tokens: Callable[[], int], norm: float | None, skipped: bool
+        self,
+        totals: Tensor,
+        work: dist.Work | None,
+        tokens: Callable[[], int],
+        norm: float | None,
+        skipped: bool,
+        loss_scale: float | None = None,
     ) -> None:
+        self.loss_scale = loss_scale
         self._totals, self._work, self._tokens = totals, work, tokens
         self.gradient_norm = norm
         self.skipped = skipped
@@ -111,7 +120,7 @@ class Parallel:
         optimizer: Optimizer | None,
         *,
         clip: float | None,
-        dtype: torch.dtype,
+        precision: Precision,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -125,7 +134,8 @@ class Parallel:
         self._runner = assembly.runner
         self._loss = loss
         self._optimizer = optimizer
-        self._dtype = dtype
+        self._dtype = precision.compute
+        self.loss_scale = LossScale() if precision.compute == torch.float16 else None
         self._device = mesh.device()
         self._rank = mesh.axis("pipeline").rank
         self._rounds_run = 0  # steps since the pipeline was last empty
@@ -180,6 +190,8 @@ class Parallel:
         state = torch.get_rng_state()
         self._skipped = False
         self._updates_left = len(self.chunks)
+        if self.loss_scale is not None:
+            self._runner.loss_scale = self.loss_scale.value
         self._runner.run(self._steps("next" if self._rounds_run else "first"), first)
         torch.set_rng_state(state)
         self._note(first)
@@ -200,7 +212,8 @@ class Parallel:
         work = None
         if self.mesh.num_ranks > 1:
             work = dist.all_reduce(totals, group=self.mesh.axis("world").group, async_op=True)
-        return StepMetrics(totals, work, lambda: int(counts().sum()), self._norm, self._skipped)
+        scale = self.loss_scale.value if self.loss_scale is not None else None
+        return StepMetrics(totals, work, lambda: int(counts().sum()), self._norm, self._skipped, scale)
 
     def drain(self) -> None:
         """Finish what an asynchronous schedule has in flight; does nothing for a synchronous one, or twice."""
@@ -307,7 +320,7 @@ class Parallel:
             chunk = self.chunks[action.chunk]
             chunk.buckets.wait()
             scale = self._scale(chunk.buckets.squares() if self.clip is not None else 0.0, "stage")
-            chunk.update(self._optimizer, self._lr, int(self.step_count) + 1, scale or 0.0, apply=scale is not None)
+            chunk.update(self._optimizer, self._lr, int(self.step_count) + 1, scale or Scale(), apply=scale is not None)
             # Updates that were skipped count: stages skip each by itself, and all ranks must come to the same number.
             if action.chunk == len(self.chunks) - 1:
                 self.step_count += 1
@@ -321,33 +334,36 @@ class Parallel:
         units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
         for buckets in units:
             buckets.wait()
-        scale = self._scale(
-            math.fsum(buckets.squares() for buckets in units) if self.clip is not None else 0.0, "world"
-        )
+        looks = self.clip is not None or self.loss_scale is not None
+        scale = self._scale(math.fsum(buckets.squares() for buckets in units) if looks else 0.0, "world")
         step = int(self.step_count) + 1
         for chunk in self.chunks:
-            chunk.update(self._optimizer, self._lr, step, scale or 0.0, apply=scale is not None)
+            chunk.update(self._optimizer, self._lr, step, scale or Scale(), apply=scale is not None)
         for buckets in self._assembly.shared:
             if scale is not None:
-                buckets.update(self._optimizer, self._lr, step, scale, lambda bucket: bucket.own, self._assembly.splits)
+                buckets.update(
+                    self._optimizer, self._lr, step, scale, lambda bucket: bucket.master, self._assembly.splits
+                )
             buckets.spent = True
+        if self.loss_scale is not None:
+            self.loss_scale.count(overflowed=scale is None)
         if self.plan.zero and scale is not None:
             self._assembly.reducer.meet()
             for buckets in units:
                 buckets.refresh()
 
-    def _scale(self, square: float, axis: str) -> float | None:
-        """The factor that clips gradients whose squared norm has the parts `square` on the ranks of `axis`, None if
-        they are not finite."""
-        if self.clip is None:
-            return 1.0
+    def _scale(self, square: float, axis: str) -> Scale | None:
+        """What an update multiplies gradients by whose squared norm has the parts `square` on the ranks of `axis`; None if they are not finite."""
+        of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
+        if self.clip is None and self.loss_scale is None:
+            return Scale()
         total = torch.tensor([square], dtype=torch.float64)
         collectives.all_reduce(total, self.mesh.axis(axis))
-        self._norm = math.sqrt(float(total)) if math.isfinite(float(total)) else float(total)
+        self._norm = math.sqrt(float(total)) / of_loss if math.isfinite(float(total)) else float(total)
         if not math.isfinite(self._norm):
             self._skipped = True
             return None
-        return min(1.0, self.clip / self._norm) if self._norm > 0 else 1.0
+        return Scale(min(1.0, self.clip / self._norm) if self.clip is not None and self._norm > 0 else 1.0, of_loss)
 
     # State by name
 
@@ -368,6 +384,8 @@ class Parallel:
         `Pieces` of one. Drains first."""
         self.drain()
         state: dict[str, Any] = {"step": self.step_count}
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state
         places: dict[str, Place] = dict(self._assembly.splits)
         for bucket, entry, values in self._entries():
             state[f"model/{entry.name}"] = bucket.value_pieces(entry, values, places)
@@ -390,30 +408,31 @@ class Parallel:
 
     def loaded(self) -> None:
         """Call after tensors of `state_dict()` were overwritten in place."""
+        units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
+        for buckets in units:
+            for bucket in buckets.buckets:
+                bucket.store()
         self._assembly.reducer.meet()
+        for buckets in units:
+            buckets.refresh()
         for chunk in self.chunks:
             chunk.settle()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter, whole, on every rank, in the model's own order."""
+        """Every parameter (in mixed precision its master), whole, on every rank, in the model's own order."""
         self.drain()
         mine: dict[str, Tensor] = dict(self._assembly.frozen)
         for bucket, entry, values in self._entries():
-            bucket.acquire()
-            mine[entry.name] = bucket.view(values, entry).clone()
-            bucket.release()
+            whole = values if bucket.stage < 3 and not bucket.precision.mixed else bucket.whole(bucket.master)
+            mine[entry.name] = bucket.view(whole, entry)
         return self._gather(mine)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's summed gradient of the last update, before clipping, whole, on every rank."""
-        mine = {}
-        for bucket, entry, _ in self._entries():
-            whole = torch.empty_like(bucket.own_gradient).repeat(bucket.numel // max(1, bucket.own_gradient.numel()))
-            if bucket.stage:
-                collectives.all_gather(bucket.own_gradient, whole, self.mesh.axis("zero"))
-            else:
-                whole.copy_(bucket.own_gradient)
-            mine[entry.name] = bucket.view(whole, entry) / bucket.scale
+        mine = {
+            entry.name: bucket.view(bucket.whole(bucket.own_gradient), entry) / bucket.scale
+            for bucket, entry, _ in self._entries()
+        }
         return self._gather(mine)
 
     def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from shardwise.gradient import Slot, Tape, attach, attach_apart, can_put_off, ho
 from shardwise.initial import Initial, initial_of, seed_of
 from shardwise.layout import Layout, Place, draw
 from shardwise.loss import Loss, as_loss, cross_entropy
+from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Assembly, Parallel, fingerprint, version_table
@@ -37,8 +38,6 @@ from shardwise.tensor_parallel.context import divide
 from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers
 from shardwise.tensor_parallel.rules import Rules
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
 # What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the
@@ -98,7 +97,8 @@ def parallelize(
         raise ValueError(f"{mesh} is not the plan's, which has {plan.axes}: make it with shardwise.Mesh(plan)")
     if getattr(model, "_spread", False):
         raise ValueError("this model is part of a parallel model already: build it anew for another one")
-    dtype = DTYPES[plan.precision]
+    precision = PRECISIONS[plan.precision]
+    dtype = precision.compute
     device = mesh.device()
     axis = mesh.axis("pipeline")
     loss = as_loss(loss)
@@ -188,7 +188,7 @@ def parallelize(
 
     def buckets_of(parameters: Iterable[nn.Parameter], stage: int) -> Buckets:
         entries = [entry(parameter) for parameter in parameters]
-        return Buckets(entries, stage, dtype, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off)
+        return Buckets(entries, stage, precision, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off)
 
     own_buckets = [
         buckets_of((p for p in stage.parameters() if p.requires_grad and id(p) not in shared), plan.zero)
@@ -207,10 +207,12 @@ def parallelize(
     for buckets in (*own_buckets, *shared_buckets):
         for bucket in buckets.buckets:
             bucket.acquire(fill=False)
+            first = bucket.begin_values()
             for item in bucket.entries:
                 slots[item.name] = item.slot
-                live[item.name] = _place(by_name[item.name], item, initial, seed, owners, mesh)
-            bucket.keep_own()
+                where = bucket.view(first, item)
+                live[item.name] = _place(by_name[item.name], item, where, initial, seed, owners, mesh)
+            bucket.keep_values(first)
             bucket.release()
     reducer.meet()
     frozen = {
@@ -272,7 +274,7 @@ def parallelize(
         stage_parameters,
         context.local if context is not None else (lambda batch: batch),
     )
-    parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, dtype=dtype)
+    parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, precision=precision)
     model._spread = True  # type: ignore[assignment]
     steps_done.append(lambda: int(parallel.step_count))
     if plan.schedule == "auto" and plan.pipeline > 1:
@@ -380,18 +382,20 @@ def _replace(parameter: nn.Parameter, value: Tensor, owners: list[Owner]) -> nn.
 def _place(
     parameter: nn.Parameter,
     item: Entry,
+    first: Tensor,
     initial: dict[str, Initial],
     seed: int,
     owners: dict[int, list[Owner]],
     mesh: Mesh,
 ) -> nn.Parameter:
+    """Write a parameter's first values to `first`, and give it its place in its bucket."""
     places = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
     if parameter.is_meta:
-        draw(item.name, item.layout, initial[item.name], seed, places, item.value)
+        draw(item.name, item.layout, initial[item.name], seed, places, first)
     else:
         with torch.no_grad():
             for source, target in item.layout.pieces(places):
-                target.of(item.value).copy_(source.of(parameter))
+                target.of(first).copy_(source.of(parameter))
     return _replace(parameter, item.value, owners[id(parameter)])
 
 

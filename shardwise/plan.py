@@ -34,7 +34,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "expert": (1,),
     "averaging": ("every-step",),
     "recompute": ("none",),
-    "precision": ("fp32", "fp64"),
+    "precision": ("fp32", "fp64", "bf16", "fp16"),
     "offload": (),
     "compress_gradients": ("none",),
     "compress_activations": ("none",),
@@ -234,13 +234,15 @@ def _zero(plan: Plan, job: _Job) -> Iterator[Problem]:
         )
 
 
-def _zero_asynchronous(plan: Plan, job: _Job) -> Iterator[Problem]:
-    if plan.zero and plan.schedule in ASYNCHRONOUS:
-        yield Problem(
-            "plan.zero",
-            f"dividing state under {plan.schedule}, which keeps several weight versions, is not built yet",
-            "set plan.zero to 0, or plan.schedule to a synchronous one such as 1f1b",
-        )
+def _asynchronous_state(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.schedule not in ASYNCHRONOUS:
+        return
+    several = f"under {plan.schedule}, which keeps several weight versions, is not built yet"
+    mend = "or plan.schedule to a synchronous one such as 1f1b"
+    if plan.zero:
+        yield Problem("plan.zero", f"dividing state {several}", f"set plan.zero to 0, {mend}")
+    if plan.precision in ("bf16", "fp16"):
+        yield Problem("plan.precision", f"{plan.precision} {several}", f"set plan.precision to fp32, {mend}")
 
 
 def _sequence(plan: Plan, job: _Job) -> Iterator[Problem]:
@@ -475,7 +477,7 @@ _RULES = (
     _ranks,
     _batch,
     _zero,
-    _zero_asynchronous,
+    _asynchronous_state,
     _sequence,
     _tensor,
     _context,

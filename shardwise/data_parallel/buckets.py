@@ -10,6 +10,7 @@ stage 2 on whole gradients exist only while they land: every microbatch's are su
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from shardwise.collectives import sum_of_squares
 from shardwise.data_parallel.reducer import Flat, Pending, Reducer
 from shardwise.gradient import Slot
 from shardwise.layout import Layout, Place, share
+from shardwise.memory.precision import Precision
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Fragment, Optimizer
 from shardwise.pieces import Pieces, pieces_of
@@ -61,13 +63,20 @@ class Entry:
         return math.prod(self.shape)
 
 
+class Scale(NamedTuple):
+    """What an update multiplies gradients by: the clipping factor, over the factor their loss was multiplied by."""
+
+    clip: float = 1.0
+    loss: float = 1.0
+
+
 class Bucket:
     """Parameters that are stored, summed and updated together.
 
     Attributes:
-        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory
-            unless gathered.
-        own: this rank's fragment of them, which the optimizer updates.
+        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory unless gathered.
+        own: this rank's fragment of them.
+        master: the fragment that the optimizer updates: `own` itself, or, in mixed precision, its copy in the master format.
         own_gradient: the fragment of the summed gradients.
     """
 
@@ -75,7 +84,7 @@ class Bucket:
         self,
         entries: list[Entry],
         stage: int,
-        dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
         reducer: Reducer,
         further: Sequence[Axis],
@@ -98,31 +107,29 @@ class Bucket:
         self.numel = length * parts
         self.start = (reducer.zero.rank if stage else 0) * length
         self.stop = self.start + length
-
-        def allocate(numel: int) -> Flat:
-            return reducer.allocate(numel, dtype, device)
-
+        dtype = precision.compute
+        self.precision = precision
         if stage == 3:
-            self.fragment = allocate(length)
+            self.fragment = reducer.allocate(length, dtype, device)
             self.values = torch.zeros(self.numel, dtype=dtype, device=device)
             self.own = self.fragment.tensor
         else:
-            self.full = (
-                allocate(self.numel) if stage else Flat(torch.zeros(self.numel, dtype=dtype, device=device), None)
-            )
+            alone = Flat(torch.zeros(0 if stage else self.numel, dtype=dtype, device=device), None)
+            self.full = reducer.allocate(self.numel, dtype, device) if stage else alone
             self.values = self.full.tensor
             self.own = self.values[self.start : self.stop]
-        self.landing: Flat | None = allocate(self.numel) if stage < 2 else None
+        self.master = torch.zeros(length, dtype=precision.master, device=device) if precision.mixed else self.own
+        self.landing: Flat | None = reducer.allocate(self.numel, precision.master, device) if stage < 2 else None
         if self.landing is not None:
             self.own_gradient = self.landing.tensor[self.start : self.stop]
         else:
-            self.own_gradient = torch.zeros(length, dtype=dtype, device=device)
+            self.own_gradient = torch.zeros(length, dtype=precision.master, device=device)
         for entry in self.entries:
             entry.value = self.view(self.values, entry)
         self.users = 0  # who has gathered the values (stage 3)
         self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
-        self.scale = 1.0  # what the last update multiplied the gradient by
+        self.scale = 1.0  # by which the last update clipped the gradient
         self.fragments: list[Fragment] = []
         self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
 
@@ -169,7 +176,7 @@ class Bucket:
             shape,
             low - first,
             high - first,
-            self.own[slice(*span)],
+            self.master[slice(*span)],
             self.own_gradient[slice(*span)],
             decay,
             split,
@@ -180,7 +187,7 @@ class Bucket:
         self._spans.append(span)
 
     def point_at(self, own: Tensor) -> list[Fragment]:
-        """The fragments, with their parameters in `own`."""
+        """The fragments, with their parameters in `own` (a copy of `master`)."""
         for fragment, span in zip(self.fragments, self._spans, strict=True):
             fragment.parameter = own[slice(*span)]
         return self.fragments
@@ -197,6 +204,7 @@ class Bucket:
         whole = self.values if self.stage < 3 else self.own
         gradients = self.landing.tensor if self.landing is not None else self.own_gradient
         state = [moment for fragment in self.fragments for moment in fragment.state.values()]
+        state += [self.master] if self.precision.mixed else []
         return {
             "parameters": whole.numel() * whole.element_size(),
             "gradients": gradients.numel() * gradients.element_size(),
@@ -222,22 +230,48 @@ class Bucket:
         if self.stage == 3 and self.users == 0:
             self.values.untyped_storage().resize_(0)
 
-    def keep_own(self) -> None:
-        """Take this rank's fragment from the whole values."""
-        if self.stage == 3:
-            self.own.copy_(self.values[self.start : self.stop])
+    def begin_values(self) -> Tensor:
+        """Memory for the first values of all parameters, (N,), in the master format; to be filled and given to `keep_values`."""
+        return (
+            torch.zeros(self.numel, dtype=self.precision.master, device=self.own.device)
+            if self.precision.mixed
+            else self.values
+        )
+
+    def keep_values(self, whole: Tensor) -> None:
+        """Take this rank's part of the first values."""
+        if self.precision.mixed:
+            self.values.copy_(whole)
+        if self.stage == 3 or self.precision.mixed:
+            self.master.copy_(whole[self.start : self.stop])
+            self.store()
+
+    def store(self) -> None:
+        """Take over the masters after an update, or after they were loaded."""
+        if self.precision.mixed:
+            self.own.copy_(self.master)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """All ranks' fragments `own` of something as long as this bucket. Collective over the zero axis."""
+        if not self.stage:
+            return own
+        found = torch.empty(self.numel, dtype=own.dtype, device=own.device)
+        collectives.all_gather(own, found, self.reducer.zero)
+        return found
 
     # State by name
 
     def value_pieces(self, entry: Entry, values: Tensor, places: dict[str, Place]) -> Pieces | Tensor:
         """One parameter's values for a checkpoint; a view in its shape where this rank holds all of it."""
-        if self.stage < 3 and not entry.layout.splits:
-            return self.view(values, entry)
-        if self.stage < 3:
-            return pieces_of(entry.layout, places, self.view(values, entry).reshape(-1), 0, entry.numel)
         first = self.offsets[entry.name]
-        low, high = self.overlap(first, first + entry.numel)
-        own = self.own[low - self.start : high - self.start] if low < high else self.own[:0]
+        if self.stage < 3 and not self.precision.mixed:
+            low, high = first, first + entry.numel
+            own = values[low:high]
+        else:
+            low, high = self.overlap(first, first + entry.numel)
+            own = self.master[low - self.start : high - self.start] if low < high else self.master[:0]
+        if own.numel() == entry.numel and not entry.layout.splits:
+            return own.view(entry.shape)
         return pieces_of(entry.layout, places, own, low - first, high - first)
 
     def moment_pieces(self, entry: Entry, optimizer: Optimizer, places: dict[str, Place]) -> dict[str, Pieces | Tensor]:
@@ -278,7 +312,7 @@ class Buckets:
     Args:
         entries: the chunk's trainable parameters, in the order the model registers them.
         stage: of ZeRO.
-        dtype, device: of values, gradients and state.
+        precision, device: of values, gradients and state.
         reducer: for the sums over the gradient axis.
         further: by an entry's `extra`, the axes its gradient is summed over after that.
         optimizer: whose state to hold; None holds none.
@@ -290,7 +324,7 @@ class Buckets:
         self,
         entries: list[Entry],
         stage: int,
-        dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
         reducer: Reducer,
         further: dict[str, Sequence[Axis]],
@@ -302,17 +336,16 @@ class Buckets:
         self.reducer = reducer
         # Backward fills the last layers first.
         self.buckets = [
-            Bucket(group, stage, dtype, device, reducer, further[group[0].extra])
-            for group in _groups(reversed(entries), dtype.itemsize, bucket_bytes, by_unit=stage == 3)
+            Bucket(group, stage, precision, device, reducer, further[group[0].extra])
+            for group in _groups(reversed(entries), precision.master.itemsize, bucket_bytes, by_unit=stage == 3)
         ]
         self._home: dict[str, tuple[int, Bucket]] = {}
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
                 self._home[entry.name] = (index, bucket)
-                if bucket.landing is None:
-                    entry.slot = Slot(entry.name, entry.direct, self._landed, find=self._open)
-                else:
-                    entry.slot = Slot(entry.name, entry.direct, self._landed, bucket.view(bucket.landing.tensor, entry))
+                view = bucket.view(bucket.landing.tensor, entry) if bucket.landing is not None else None
+                find = self._open if view is None else None
+                entry.slot = Slot(entry.name, entry.direct, self._landed, view, find, precision.mixed)
             if optimizer is not None:
                 bucket.make_fragments(optimizer)
         self._pool: list[Flat] = []
@@ -320,7 +353,7 @@ class Buckets:
         if stage >= 2 and self.buckets:
             largest = max(bucket.numel for bucket in self.buckets)
             count = min(LANDING_BUFFERS, len(self.buckets))
-            self._pool = [reducer.allocate(largest, dtype, device) for _ in range(count)]
+            self._pool = [reducer.allocate(largest, precision.master, device) for _ in range(count)]
             self._busy = [None] * count
         self._private: dict[
             int, Tensor
@@ -400,7 +433,7 @@ class Buckets:
         still be there when the sums' turn comes, memory of its own."""
         index, bucket = self._home[slot.name]
         if self.puts_off or index - len(self._pool) >= self._next:
-            flat = self._private[index] = torch.empty_like(bucket.values, memory_format=torch.contiguous_format)
+            flat = self._private[index] = bucket.own_gradient.new_empty(bucket.numel)
         else:
             flat = self._buffer(index).tensor[: bucket.numel]
         for entry in bucket.entries:
@@ -465,25 +498,28 @@ class Buckets:
         optimizer: Optimizer,
         lr: float,
         step: int,
-        scale: float,
+        scale: "Scale",
         own: Callable[[Bucket], Tensor],
         splits: dict[str, Axis],
     ) -> None:
         """Apply the optimizer to this rank's fragments.
 
         Args:
-            own: which copy of its fragment a bucket updates.
+            scale: what the gradients are multiplied by.
+            own: which copy of its masters a bucket updates.
             splits: by the axes that layouts divide parameters over ("tensor"), this rank's place on them.
         """
         with torch.no_grad():
             fragments = [fragment for bucket in self.buckets for fragment in bucket.point_at(own(bucket))]
             for bucket in self.buckets:
-                bucket.scale = scale
+                bucket.scale = scale.clip
             axes = [self.reducer.zero] if self.stage else []
-            for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale):
+            for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale.clip / scale.loss):
                 for split in (False, True):
                     chosen = [request.tensor for request in sums if request.split == split]
                     _sum_together(chosen, [*axes, *splits.values()] if split else axes)
+            for bucket in self.buckets:
+                bucket.store()
 
     def refresh(self) -> None:
         """Take the other ranks' updated fragments, once all have met after their updates."""

@@ -88,6 +88,7 @@ class Runner:
         wire: messages to the other pipeline ranks.
         loss_sum: (output, targets) -> the loss summed over targets; called by the last stage.
         update: called for every U with its action.
+        loss_scale: a factor on the loss that backwards start from (fp16).
     """
 
     schedule: Schedule
@@ -97,6 +98,7 @@ class Runner:
     loss_sum: Callable[[Any, Any], Tensor]
     update: Callable[[Action], None]
     stamps: list[Stamp] | None = None
+    loss_scale: float = 1.0
     losses: list[Tensor] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     _local: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
@@ -261,7 +263,7 @@ class Runner:
         loss = self._held[number, chunk].loss
         if loss is not None:
             count = self._microbatches[number].count().to(loss.device)
-            return [torch.ones_like(loss) / count.clamp(min=1)]
+            return [torch.full_like(loss, self.loss_scale) / count.clamp(min=1)]
         if self._neighbour(stage + 1) is not None:
             gradients: list[Tensor] = self._local.pop((Kind.B, number, stage))
             return gradients

@@ -12,6 +12,7 @@ from shardwise import models, optimizers
 from shardwise.batch import Batch
 from shardwise.config import Config
 from shardwise.corpus import Corpus, Loader, prepare, progress_bar
+from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Mesh, default_device_type
 from shardwise.parallelize import parallelize
 from shardwise.training.evaluation import HeldOut
@@ -19,8 +20,6 @@ from shardwise.training.placement import Placement
 from shardwise.training.run_folder import RunFolder
 from shardwise.training.signals import STOP
 from shardwise.training.trainer import Trainer
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def build(config: Config, run: Path | None, place: Placement) -> Trainer:
@@ -65,7 +64,7 @@ def build(config: Config, run: Path | None, place: Placement) -> Trainer:
         log=config.log,
         held_out=_held_out(config, corpus, parallel.data_rank, parallel.num_data_ranks),
         flops_per_target=models.flops_per_token(config.model, vocabulary, config.data.sequence),
-        dtype=DTYPES.get(config.plan.precision, torch.bfloat16),
+        dtype=PRECISIONS[config.plan.precision].compute,
         device=mesh.device(),
         prefetch=config.data.prefetch,
         settings=config.model_dump(mode="json", exclude_none=True),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise.memory.precision import SMALLEST
 from shardwise.training import evaluation, random_state, storage
 from shardwise.training.checkpoints import Checkpoints, facts_of, find
 from shardwise.training.config import CheckpointConfig, LogConfig, TrainConfig
@@ -273,11 +274,25 @@ class Trainer:
         unread, self._unread = self._unread, []
         for step, metrics in unread:
             self._loss = metrics.loss
-            if metrics.skipped or not math.isfinite(metrics.loss):
+            if metrics.skipped and metrics.loss_scale is not None and math.isfinite(metrics.loss):
+                self._on_overflow(step, metrics.loss_scale)
+            elif metrics.skipped or not math.isfinite(metrics.loss):
                 self._on_nonfinite(step, metrics)
             else:
                 self.progress.row_loss += metrics.loss * metrics.tokens
                 self.progress.row_tokens += metrics.tokens
+
+    def _on_overflow(self, step: int, loss_scale: float) -> None:
+        """Gradients that fp16 could not hold: the loss is scaled up less from now on, unless it is not scaled up at all."""
+        self._write("event", {"skipped": 1, "loss_scale": loss_scale})
+        if loss_scale <= SMALLEST and self._skips > 1:
+            raise JobStopped(
+                f"step {step}: gradients overflow fp16 even with a loss scale of {loss_scale:g}, so every step is skipped; "
+                'set plan.precision = "bf16" or "fp32", or lower optimizer.lr'
+            )
+        self.display.warn(
+            f"step {step}: gradients overflowed fp16; the step is skipped, the loss scale is {loss_scale:g}"
+        )
 
     def _on_nonfinite(self, step: int, metrics: StepMetrics) -> None:
         values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "faulty_rank": metrics.faulty_rank}

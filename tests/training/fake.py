@@ -50,6 +50,7 @@ class StepMetrics:
     tokens: int
     skipped: bool
     faulty_rank: int | None = None
+    loss_scale: float | None = None
 
 
 class FakeParallel:

@@ -1,0 +1,1 @@
+"""Memory: which numbers are kept in which precision."""

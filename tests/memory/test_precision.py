@@ -1,0 +1,125 @@
+"""Mixed precision: masters, landing, loss scaling, and one rank's overflow."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import kernels
+from shardwise.memory.precision import FIRST, GROWTH_STEPS, LARGEST, SMALLEST, LossScale
+from shardwise.optimizers import AdamW
+from shardwise.parallel import Parallel
+from shardwise.parallelize import parallelize
+from shardwise.plan import Plan
+from shardwise.verify import verify
+from tests.pool import run_ranks
+from tests.small_models import build, make_batches
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"replicate": 2, "microbatches": 2},
+    {"shard": 2, "zero": 1},
+    {"shard": 2, "zero": 2, "microbatches": 2},
+    {"shard": 2, "zero": 3},
+    {"pipeline": 2, "schedule": "zb-h1", "microbatches": 3},
+    {"pipeline": 2, "shard": 2, "zero": 3, "microbatches": 2},
+]
+
+
+def agrees(plan: dict[str, Any]) -> str:
+    report = verify(
+        build({"num_blocks": 4, "tied": True}),
+        Plan(**plan),
+        make_batches(3, 12, 4),
+        optimizer=AdamW(lr=1e-2),
+        clip=1.0,
+        bucket_bytes=600,
+    )
+    return "" if report.agrees else report.describe()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_low_precision_follows_float64_to_its_bound(layout: dict[str, Any], precision: str) -> None:
+    plan = layout | {"precision": precision}
+    assert run_ranks(agrees, Plan(**plan).num_ranks, plan) == [""] * Plan(**plan).num_ranks
+
+
+def make(plan: dict[str, Any]) -> Parallel:
+    return parallelize(build({"num_blocks": 3}), Plan(**plan), optimizer=AdamW(lr=1e-2), clip=None, bucket_bytes=600)
+
+
+def bytes_and_formats(stage: int) -> tuple[dict[str, int], int, set[str]]:
+    parallel = make({"shard": 2, "zero": stage, "precision": "bf16"})
+    batch = make_batches(1, 4, 4)[0]
+    assert parallel.step(parallel.share(batch)).loss > 0
+    numel = sum(value.numel() for value in parallel.full_parameters().values())
+    formats = {str(parameter.dtype) for parameter in parallel.model.parameters()}
+    found = parallel.memory()
+    parallel.close()
+    return found, numel, formats
+
+
+@pytest.mark.parametrize(("stage", "least"), [(0, (2, 4, 12)), (1, (2, 4, 6)), (2, (2, 2, 6)), (3, (1, 2, 6))])
+def test_bytes_a_parameter_with_gradients_in_float32(stage: int, least: tuple[int, int, int]) -> None:
+    """18 bytes undivided (Megatron's count, with float32 gradients), 6 + 12/N with the optimizer divided."""
+    for found, numel, formats in run_ranks(bytes_and_formats, 2, stage):
+        assert formats == {"torch.bfloat16"}
+        for kind, each in zip(("parameters", "gradients", "optimizer"), least, strict=True):
+            assert abs(found[kind] - each * numel) <= 12 * 2 * 20
+
+
+def overflow(stage: int) -> list[tuple[bool, float | None, int, list[Tensor]]]:
+    parallel = make({"shard": 2, "zero": stage, "precision": "fp16"})
+    found = []
+    for number, batch in enumerate(make_batches(3, 12, 4)):
+        if number == 1 and parallel.data_rank == 1:
+            # One rank's gradient of one parameter overflows.
+            handle = parallel.model.head.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+        metrics = parallel.step(parallel.share(batch))
+        assert metrics.loss > 0
+        if number == 1 and parallel.data_rank == 1:
+            handle.remove()
+        values = [value.clone() for value in parallel.full_parameters().values()]
+        found.append((metrics.skipped, metrics.loss_scale, int(parallel.step_count), values))
+    parallel.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_rank_overflows_every_rank_skips_and_the_scale_falls_once(stage: int) -> None:
+    everyone = run_ranks(overflow, 2, stage)
+    for before, at, after in everyone:
+        assert [step[0] for step in (before, at, after)] == [False, True, False]
+        assert [step[1] for step in (before, at, after)] == [FIRST, FIRST / 2, FIRST / 2]
+        assert [step[2] for step in (before, at, after)] == [1, 1, 2]
+        assert all(torch.equal(a, b) for a, b in zip(before[3], at[3], strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(at[3], after[3], strict=True))
+    for mine, theirs in zip(*everyone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine[3], theirs[3], strict=True))
+
+
+def test_the_scale_grows_after_clean_steps_within_its_bounds() -> None:
+    scale = LossScale()
+    for _ in range(GROWTH_STEPS):
+        scale.count(overflowed=False)
+    assert scale.value == FIRST * 2
+    for _ in range(50):
+        scale.count(overflowed=True)
+    assert scale.value == SMALLEST
+    assert scale.at_floor
+    for _ in range(30 * GROWTH_STEPS):
+        scale.count(overflowed=False)
+    assert scale.value == LARGEST
+
+
+def test_products_of_slow_formats_are_multiplied_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = torch.randn(5, 300), torch.randn(7, 300), torch.randn(7)
+    half = [value.to(torch.float16) for value in (x, weight, bias)]
+    exact = torch.nn.functional.linear(*(value.double() for value in half))
+    monkeypatch.setattr(kernels, "native", lambda dtype, device_type="cpu": dtype == torch.float32)
+    assert torch.equal(kernels.linear(*half), torch.nn.functional.linear(*(v.float() for v in half)).half())
+    product = kernels.product(half[0], half[1].t())
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double() + half[2].double(), exact, rtol=1e-5, atol=1e-4)
