@@ -17,7 +17,7 @@ from shardwise.tensor_parallel.embedding import Table
 from shardwise.tensor_parallel.linear import Columns, Row
 from shardwise.tensor_parallel.region import Landing, Region
 from shardwise.tensor_parallel.rules import Assigned, Rules
-from shardwise.tensor_parallel.sequence import divide_positions, keep_whole, own_numbers, whole
+from shardwise.tensor_parallel.sequence import divide_positions, enter_whole, keep_whole, own_numbers, whole
 
 
 class Division:
@@ -129,6 +129,9 @@ def divide(model: nn.Module, plan: Plan, mesh: Mesh, rules: Rules | None) -> Div
             _divide_vocabulary(division, path, module)
         elif found.style.kind == "head":
             _share_heads(division, path, module)
+        elif found.style.kind == "entrance":
+            if plan.sequence:
+                enter_whole(module, region)
         elif found.style.kind == "replicated":
             division.declare(path, module, {name: Layout(tuple(p.shape)) for name, p in module._parameters.items() if p is not None})
             if plan.sequence and path in assigned:
@@ -161,7 +164,8 @@ def _divide_columns(
         parent = modules[path.rpartition(".")[0]]
         styles.append(tables.resolve(assigned[path].style, path, parent, module.weight.shape[0]))  # type: ignore[union-attr,index]
     units = [sum(style.sections) // style.unit for style in styles]  # type: ignore[arg-type,operator]
-    columns = Columns(region, [modules[path] for path in paths])
+    entered = region.sequence and tables.entered(assigned, paths[0])
+    columns = Columns(region, [modules[path] for path in paths], entered)
     for position, (path, style, num) in enumerate(zip(paths, styles, units, strict=True)):
         module = modules[path]
         copies = 1

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.tensor_parallel.region import Landing, Region, product, rows_of
+from shardwise import kernels
+from shardwise.tensor_parallel.region import SEQUENCE_DIM, Landing, Region, product, rows_of
 
 
 class Columns:
@@ -26,10 +26,13 @@ class Columns:
     Args:
         region: the tensor axis.
         modules: the layers, which hold this rank's rows of their weights.
+        entered: whether the module they are in gathers the stream, and divides its gradient, in their place.
     """
 
-    def __init__(self, region: Region, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, region: Region, modules: Sequence[nn.Module], entered: bool = False) -> None:
         self.region = region
+        self.entered = entered
+        self.gathers = region.sequence and not entered
         self.landings = [Landing(module) for module in modules]
         self._input: Tensor | None = None
         self._version = 0
@@ -58,8 +61,8 @@ class Columns:
         biases = [landing.parameter("bias") for landing in self.landings]
         if torch.is_grad_enabled():
             return _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-any-return]
-        whole = self.region.gather(x, self.region.length) if self.region.sequence else x
-        return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+        whole = self.region.gather(x, self.region.length) if self.gathers else x
+        return [kernels.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
 
 
 class _Columns(torch.autograd.Function):
@@ -70,8 +73,8 @@ class _Columns(torch.autograd.Function):
         ctx.columns, ctx.length = columns, region.length
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        whole = region.gather(x, region.length) if region.sequence else x
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        whole = region.gather(x, region.length) if columns.gathers else x
+        return tuple(kernels.linear(whole, w, b).detach() for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
@@ -88,14 +91,16 @@ class _Columns(torch.autograd.Function):
         ]
         by_autograd = [w and landing.direct("weight") is None for w, landing in zip(wants_weights, landings, strict=True)]
         now = any(by_autograd) or (any(wants_weights) and tape.record is None)
-        gathered = region.gather(x, ctx.length) if region.sequence and now else None
+        gathers: bool = ctx.columns.gathers
+        gathered = region.gather(x, ctx.length) if gathers and now else None
 
         finish: Callable[[], Tensor] | None = None
         if ctx.needs_input_grad[0]:
             shape = list(x.shape)
-            if region.sequence:
-                shape[region.scatter] = ctx.length  # type: ignore[index]
-            buffer = region.exchange.buffer(tuple(shape), x)
+            if gathers:
+                shape[SEQUENCE_DIM] = ctx.length
+            entered: bool = ctx.columns.entered
+            buffer = torch.empty_like(x) if entered else region.exchange.buffer(tuple(shape), x)
             total, first = buffer.view(-1, x.shape[-1]), True
             for flat, weight in zip(flats, weights, strict=True):
                 if flat is not None:
@@ -103,12 +108,12 @@ class _Columns(torch.autograd.Function):
                     first = False
             if first:
                 total.zero_()
-            finish = region.exchange.start_sum(buffer, region.scatter)
+            finish = (lambda: buffer) if entered else region.exchange.start_sum(buffer, region.scatter)
 
         def land() -> None:
             whole = gathered
             if whole is None:
-                whole = region.gather(x, ctx.length) if region.sequence and any(wants_weights) else x
+                whole = region.gather(x, ctx.length) if gathers and any(wants_weights) else x
             for flat, landing in zip(flats, landings, strict=True):
                 weight_slot, bias_slot = landing.direct("weight"), landing.direct("bias")
                 if flat is not None and weight_slot is not None:
@@ -175,7 +180,7 @@ class _Row(torch.autograd.Function):
         weight_slot, bias_slot = landing.direct("weight"), landing.direct("bias")
         flat = rows_of(region.gather(grad, ctx.length) if region.sequence else grad)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = (flat @ weight).view(x.shape) if needs_x else None
+        grad_x = kernels.linear(flat, weight.t()).view(x.shape) if needs_x else None
 
         def land() -> None:
             if weight_slot is not None:

@@ -9,6 +9,8 @@ Styles:
     sequence: a module that treats every position alike, such as a norm: the same on every rank; with plan.sequence it works on the rank's
         positions, and gradients are summed. An embedding of positions is one too.
     replicated: the same on every rank, on whole sequences.
+    entrance: a module around column layers that reads the sequence's length from its first argument: with plan.sequence the stream is gathered
+        before it, in place of before each of them.
 
 In a pattern `*` stands for one part of the path; alternatives in its last part ("query|key|value") are layers with one input, which are
 computed together. The first rule that names a module, or the nearest module it is in, counts.
@@ -21,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-Kind = Literal["column", "row", "vocabulary", "head", "sequence", "replicated"]
+Kind = Literal["column", "row", "vocabulary", "head", "sequence", "replicated", "entrance"]
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,15 @@ def nearest(assigned: Mapping[str, Assigned], path: str) -> Assigned | None:
         if path in assigned and assigned[path].style.kind in ("sequence", "replicated"):
             return assigned[path]
     return None
+
+
+def entered(assigned: Mapping[str, Assigned], path: str) -> bool:
+    """Whether a module is in one that is an entrance."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in assigned and assigned[path].style.kind == "entrance":
+            return True
+    return False
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

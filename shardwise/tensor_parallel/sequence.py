@@ -57,6 +57,32 @@ def own_share(tensor: Tensor, region: Region, dim: int) -> Tensor:
     return _Share.apply(tensor, region, dim)  # type: ignore[no-any-return]
 
 
+class _Enter(torch.autograd.Function):
+    """Shares -> the whole, before work that the ranks divide: each has a part of the gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        return region.gather(shard, region.length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.region.exchange
+        buffer = exchange.buffer(tuple(grad.shape), grad)
+        buffer.copy_(grad)
+        return exchange.start_sum(buffer, SEQUENCE_DIM)(), None
+
+
+def enter_whole(module: nn.Module, region: Region) -> None:
+    """Gather the stream, a module's first argument, before the module in place of in the column layers inside."""
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_Enter.apply(args[0], region), *args[1:])
+
+    module.register_forward_pre_hook(before)
+
+
 def keep_whole(module: nn.Module, region: Region) -> None:
     """Have a module see whole sequences: what it is given of the stream is gathered, what it returns divided again."""
 
