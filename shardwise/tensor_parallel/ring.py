@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.mesh import Axis
 from shardwise.tensor_parallel import block_attention
+from shardwise.tensor_parallel.block_attention import Hidden
 from shardwise.tensor_parallel.zigzag import Spread, check_lengths
 
 
@@ -51,7 +52,7 @@ class Block(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
-    hidden: Tensor | None
+    hidden: Hidden | None
 
 
 def block_of(spread: Spread, rank: int, origin: int, window: int, device: torch.device) -> Block | None:
@@ -64,7 +65,7 @@ def block_of(spread: Spread, rank: int, origin: int, window: int, device: torch.
     """
     zigzag = spread.zigzag
     last = 2 * zigzag.size - 1
-    early, late = zigzag.pieces(rank)
+    early, _ = zigzag.pieces(rank)
     other_early, _ = zigzag.pieces(origin)
     queries, keys = slice(0, zigzag.count(rank)), slice(0, zigzag.count(origin))
     query_pieces, key_pieces = [rank, last - rank], [origin, last - origin]
@@ -84,15 +85,21 @@ def block_of(spread: Spread, rank: int, origin: int, window: int, device: torch.
     cut = 0 < window <= int(query[-1] - key[0])
     if alone and not cut:
         return Block(queries, keys, origin == rank, None)
-    distance = (query[:, None] - key).to(device)
-    hidden = (distance < 0)[None, None]  # (1, 1, S, T)
-    if cut:
-        hidden = hidden | (distance >= window)
+    query, key = query.to(device), key.to(device)
+    of_queries = of_keys = None
     if not alone:
         assert spread.documents is not None
         of_queries = zigzag.take(spread.documents, rank)[:, queries]
         of_keys = zigzag.take(spread.documents, origin)[:, keys]
-        hidden = hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
+
+    def hidden(rows: slice) -> Tensor:
+        found = (key > query[rows, None])[None, None]  # (1, 1, S, T)
+        if cut:
+            found = found | (key <= query[rows, None] - window)
+        if of_queries is not None and of_keys is not None:
+            found = found | (of_queries[:, None, rows, None] != of_keys[:, None, None, :])
+        return found
+
     return Block(queries, keys, False, hidden)
 
 
@@ -143,9 +150,8 @@ class _RingAttention(torch.autograd.Function):
             if block is not None:
                 keys, values = (t[:, :, block.keys] for t in parcel.open(held, count(origin)))
                 part = block_attention.forward(q[:, :, block.queries], keys, values, scale, block.causal, block.hidden)
-                if step == 0:  # every query sees itself at least
-                    out.copy_(part[0])
-                    total.copy_(part[1])
+                if step == 0:  # of all queries, each of which sees itself at least
+                    out, total = part[0].to(kept), part[1]
                 else:
                     block_attention.merge(out[:, :, block.queries], total[:, :, block.queries], *part)
             if moving is not None:
@@ -177,7 +183,10 @@ class _RingAttention(torch.autograd.Function):
                 parts = block_attention.backward(
                     grad[rows], q[rows], keys, values, out[rows], total[rows], scale, block.causal, block.hidden
                 )
-                dq[rows] += parts[0]
+                if step == 0:
+                    dq = parts[0].to(total.dtype)
+                else:
+                    dq[rows] += parts[0]
                 for whole, part in zip(parcel.open(found, count(origin)), parts[1:], strict=True):
                     whole[:, :, block.keys] = part
             if step == 0:

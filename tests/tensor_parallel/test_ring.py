@@ -58,12 +58,14 @@ def on_ranks(cases: list[dict[str, Any]]) -> list[list[Tensor] | str]:
             module: torch.nn.Module = RingAttention(axis, lambda own, spread=spread: spread, window)
         else:
             module = UlyssesAttention(Core(window), axis, lambda own, spread=spread: spread)
-        try:
-            y = module(*leaves, own)
-        except ValueError as error:
-            found.append(str(error))
-            continue
-        mine = [y.detach(), *torch.autograd.grad(y, leaves, zigzag.take(grad, axis.rank, 2))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block_attention, "QUERIES", case.get("queries", 512))
+            try:
+                y = module(*leaves, own)
+            except ValueError as error:
+                found.append(str(error))
+                continue
+            mine = [y.detach(), *torch.autograd.grad(y, leaves, zigzag.take(grad, axis.rank, 2))]
         everyone: list[Any] = [None] * axis.size
         dist.all_gather_object(everyone, mine)
         found.append([zigzag.join(list(parts), 2) for parts in zip(*everyone, strict=True)])
@@ -92,6 +94,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "window": draw(st.sampled_from([0, 0, 1, 3, 9, 40])),
         "documents": draw(st.sampled_from([None, "packed", "scattered"])),
         "spread": draw(st.sampled_from([1.0, 30.0])),
+        "queries": draw(st.sampled_from([3, 512])),
         "seed": draw(st.integers(0, 9)),
     }
 
@@ -217,7 +220,9 @@ def test_blocks_that_see_nothing_are_left_out() -> None:
     # Its early piece alone would need no mask; with the late one, which begins another document, it does.
     assert found[0] is not None
     assert found[0].hidden is not None
-    assert found[0].hidden.sum() == 8 * 8
+    # Early queries see early keys, all of the same document and earlier; late ones see none of them.
+    assert found[0].hidden(slice(0, 8)).sum() == 0
+    assert found[0].hidden(slice(8, 16)).sum() == 8 * 8
     whole = [block_of(Spread(zigzag, torch.zeros(1, 64, dtype=torch.int64)), 1, o, 64, device) for o in range(4)]
     assert all(block is not None and block.hidden is None for block in whole)
 
@@ -236,7 +241,7 @@ def test_held_scores_give_what_the_fused_kernel_does(
     dtype: torch.dtype, causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v, hidden = blocks(dtype)
-    settings = (0.3, causal, hidden if masked else None)
+    settings = (0.3, causal, (lambda rows: hidden[:, :, rows]) if masked else None)
     fused = block_attention.forward(q, k, v, *settings)
     # Merged with what a row sees elsewhere, its logsumexp is finite.
     merged = (fused[0], fused[1].clamp(min=-1.0))
@@ -264,8 +269,9 @@ def test_values_of_another_width_than_keys() -> None:
     expected = scores.softmax(-1) @ v.repeat_interleave(3, 1)
     right = torch.autograd.grad(expected.sum(), leaves)
     with torch.no_grad():
-        out, total = block_attention.forward(*leaves, 0.3, hidden=hidden)
-        found = block_attention.backward(torch.ones_like(out), *leaves, out, total, 0.3, hidden=hidden)
+        mask = {"hidden": lambda rows: hidden[:, :, rows]}
+        out, total = block_attention.forward(*leaves, 0.3, **mask)
+        found = block_attention.backward(torch.ones_like(out), *leaves, out, total, 0.3, **mask)
     for one, other in zip((out, *found), (expected, *right), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -274,10 +280,62 @@ def test_values_of_another_width_than_keys() -> None:
 def test_merged_halves_are_the_whole(scale: float) -> None:
     q, k, v, hidden = blocks(torch.float64, scale)
     hidden[..., 0] = False  # merging begins with a block in which every query sees something
-    expected, expected_total = block_attention.forward(q, k, v, 1.0, hidden=hidden)
-    out, total = block_attention.forward(q, k[:, :, :4], v[:, :, :4], 1.0, hidden=hidden[..., :4])
-    block_attention.merge(
-        out, total, *block_attention.forward(q, k[:, :, 4:], v[:, :, 4:], 1.0, hidden=hidden[..., 4:])
+    expected, expected_total = block_attention.forward(q, k, v, 1.0, hidden=lambda rows: hidden[:, :, rows])
+    (out, total), rest = (
+        block_attention.forward(
+            q, k[:, :, keys], v[:, :, keys], 1.0, hidden=lambda rows, keys=keys: hidden[:, :, rows, keys]
+        )
+        for keys in (slice(0, 4), slice(4, 9))
     )
+    block_attention.merge(out, total, *rest)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, expected_total, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_are_masked_some_at_a_time_with_the_keys_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = blocks(torch.float64)
+    scores: list[int] = []
+    fused = block_attention._fused
+
+    def counting(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        scores.append(q.shape[2] * k.shape[2])
+        return fused(q, k, *others)
+
+    monkeypatch.setattr(block_attention, "_fused", counting)
+    monkeypatch.setattr(block_attention, "QUERIES", 3)
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+
+    def hidden(rows: slice) -> Tensor:
+        return (documents[rows, None] != documents)[None, None]
+
+    out, total = block_attention.forward(q, k, v, 0.3, hidden=hidden)
+    assert scores == [9, 9, 9]
+    monkeypatch.undo()
+    expected, expected_total = block_attention.forward(q, k, v, 0.3, hidden=hidden)
+    torch.testing.assert_close((out, total), (expected, expected_total))
+
+
+def half_precision(case: dict[str, Any]) -> tuple[float, float]:
+    """The largest errors of the output and of dk in bfloat16, ring and plain, in the scale of what is right."""
+    axis = Mesh({"context": dist.get_world_size()}, "cpu").axis("context")
+    spread = Spread(Zigzag(case["length"], axis.size))
+    qkv, _, grad = inputs(case)
+    exact = [t.to(torch.bfloat16).double().requires_grad_() for t in qkv]
+    grad = grad.to(torch.bfloat16)
+    y = Core()(*exact)
+    right = [y, *torch.autograd.grad(y, exact, grad.double())]
+    leaves = [spread.zigzag.take(t.detach().to(torch.bfloat16), axis.rank, 2).requires_grad_() for t in exact]
+    y = RingAttention(axis, lambda own: spread)(*leaves)
+    found = [y, *torch.autograd.grad(y, leaves, spread.zigzag.take(grad, axis.rank, 2))]
+    errors = [
+        float((one.double() - spread.zigzag.take(other, axis.rank, 2)).abs().max() / other.abs().max())
+        for one, other in zip(found, right, strict=True)
+    ]
+    return max(errors), float(all(t.dtype == torch.bfloat16 for t in found))
+
+
+def test_half_precision_is_rounded_once() -> None:
+    case = {"rows": 2, "heads": 4, "shared": 2, "length": 32, "size": 8, "spread": 1.0}
+    for error, kept in run_ranks(half_precision, 3, case):
+        assert error < 2e-2
+        assert kept
