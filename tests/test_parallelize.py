@@ -59,6 +59,13 @@ def check(name: str, plan: dict[str, Any]) -> Report:
         ("frozen", F1B),
         ("named", F1B),
         ("named", F1B | {"schedule": "pipedream"}),
+        *(
+            (name, {"shard": 2, "zero": zero, "microbatches": 2})
+            for name in ("repeated", "twice")
+            for zero in (1, 2, 3)
+        ),
+        *((name, {"shard": 2, "zero": 3}) for name in ("in_place", "nested", "recurrent", "stray", "parametrized")),
+        *((name, {"shard": 2, "zero": 3}) for name in ("partly_frozen", "frozen", "positioned", "named")),
     ],
 )
 def test_modules_as_users_write_them_equal_one_device(name: str, plan: dict[str, Any]) -> None:
