@@ -2,8 +2,8 @@
 
     python -m benchmarks.tensor [--quick]
 
-All train the model of the peers' `common.py` with the same AdamW on the same rows, with the sequence split between the matrices and without. The
-limit is half the rows on each rank and no exchange at all.
+All train the model of the peers' `common.py` with the same AdamW on the same rows, with the sequence split between the
+matrices and without. The limit is half the rows on each rank and no exchange at all.
 """
 
 import argparse
@@ -63,7 +63,8 @@ def _our_step(common: Any, settings: Any, num_ranks: int, sequence: bool) -> Ste
 
 
 def _dtensor_step(common: Any, settings: Any, num_ranks: int, sequence: bool) -> Step:
-    """DTensor's ColwiseParallel, RowwiseParallel and SequenceParallel, with its parallel loss, as its tutorial applies them."""
+    """DTensor's ColwiseParallel, RowwiseParallel and SequenceParallel, with its parallel loss, as its tutorial applies
+    them."""
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -192,7 +193,10 @@ def run() -> None:
 def _megatron(split: str, rounds: int, steps: int) -> None:
     python = harness.peer_python("megatron")
     if python is None:
-        print("\nMegatron-core is not installed (`install_peer.sh megatron megatron-core` in the peers' folder): left out.")
+        print(
+            "\nMegatron-core is not installed (`install_peer.sh megatron megatron-core` in the peers' folder): "
+            "left out."
+        )
         return
     mode = "tp_sp" if split else "tp"
     found = harness.launches(
@@ -203,7 +207,9 @@ def _megatron(split: str, rounds: int, steps: int) -> None:
         rounds,
     )
     ratio = harness.launch_ratio(found[OURS + split], found[MEGATRON + split])
-    print(f"\n{rounds} launches each in turn, {steps} steps a launch (Megatron-core brings its own form of the model):\n")
+    print(
+        f"\n{rounds} launches each in turn, {steps} steps a launch (Megatron-core brings its own form of the model):\n"
+    )
     rows = harness.launch_rows(found, {MEGATRON + split: ratio})
     print(harness.table(["step", "median ms", "best ms", "Shardwise / it"], rows))
 

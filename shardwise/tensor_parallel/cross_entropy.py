@@ -1,7 +1,9 @@
-"""Cross-entropy over logits that are divided over the vocabulary, which are never gathered (arXiv 1909.08053, section 3).
+"""Cross-entropy over logits that are divided over the vocabulary, which are never gathered (arXiv 1909.08053, section
+3).
 
-Each rank reduces its columns to four numbers a token (largest logit, sum of exponentials, the target's logit, sum of logits), and one gather of
-those gives everyone the loss. Tokens are taken in chunks, so that beside the logits and their gradient nothing of their size is held.
+Each rank reduces its columns to four numbers a token (largest logit, sum of exponentials, the target's logit, sum of
+logits), and one gather of those gives everyone the loss. Tokens are taken in chunks, so that beside the logits and
+their gradient nothing of their size is held.
 """
 
 from typing import Any
@@ -18,7 +20,9 @@ from shardwise.tensor_parallel.region import Region, rows_of
 CHUNK_ELEMENTS = 1 << 18
 
 
-def divided_cross_entropy(logits: Tensor, targets: Tensor, terms: CrossEntropy, region: Region, vocabulary: int) -> Tensor:
+def divided_cross_entropy(
+    logits: Tensor, targets: Tensor, terms: CrossEntropy, region: Region, vocabulary: int
+) -> Tensor:
     """The loss summed over targets, the same on every rank.
 
     Args:
@@ -27,7 +31,7 @@ def divided_cross_entropy(logits: Tensor, targets: Tensor, terms: CrossEntropy, 
         terms: label smoothing and z-loss.
         vocabulary: V.
     """
-    return _CrossEntropy.apply(rows_of(logits), targets.reshape(-1), terms, region, vocabulary)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(rows_of(logits), targets.reshape(-1), terms, region, vocabulary)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -37,7 +41,9 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, terms: CrossEntropy, region: Region, vocabulary: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, terms: CrossEntropy, region: Region, vocabulary: int
+    ) -> Tensor:
         start, stop = share(vocabulary, region.axis.rank, region.axis.size)
         assert logits.shape[1] == stop - start, (tuple(logits.shape), vocabulary, region.axis)
         counted = targets != IGNORED

@@ -50,7 +50,8 @@ class Division:
         return True
 
     def loss(self, loss: Loss) -> Loss:
-        """The loss of this rank's output: over divided logits if the model's are, from whole ones if it is not known how to divide it."""
+        """The loss of this rank's output: over divided logits if the model's are, from whole ones if it is not known
+        how to divide it."""
         if not self.vocabulary:
             return loss
         terms, region, vocabulary = loss.terms, self.region, self.vocabulary
@@ -69,7 +70,7 @@ class Division:
 
     def take(self, module: nn.Module, landing: Landing, forward: Callable[..., Tensor]) -> None:
         """Have a module compute `forward`."""
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         self._landings[id(module)] = landing
 
     def close(self) -> None:
@@ -89,8 +90,8 @@ class Division:
             known = self.layouts.setdefault(id(parameter), layout)
             if known != layout:
                 raise ValueError(
-                    f"parameter {f'{path}.{attribute}'!r} is shared with another module that is divided otherwise; give both the same style, or "
-                    "untie them"
+                    f"parameter {f'{path}.{attribute}'!r} is shared with another module that is divided otherwise; "
+                    "give both the same style, or untie them"
                 )
 
 
@@ -112,8 +113,8 @@ def divide(model: nn.Module, plan: Plan, mesh: Mesh, rules: Rules | None) -> Div
     division = Division(region)
     if plan.sequence and tables.hugging_face_rules(model):
         raise ValueError(
-            "plan.sequence: a Hugging Face model computes positions and masks from the length of what passes between its layers, which would be a "
-            "rank's share; set plan.sequence to false"
+            "plan.sequence: a Hugging Face model computes positions and masks from the length of what passes between "
+            "its layers, which would be a rank's share; set plan.sequence to false"
         )
     modules = dict(model.named_modules())
     columns = [path for path in modules if path in assigned and assigned[path].style.kind == "column"]
@@ -133,13 +134,15 @@ def divide(model: nn.Module, plan: Plan, mesh: Mesh, rules: Rules | None) -> Div
             if plan.sequence:
                 enter_whole(module, region)
         elif found.style.kind == "replicated":
-            division.declare(path, module, {name: Layout(tuple(p.shape)) for name, p in module._parameters.items() if p is not None})
+            division.declare(
+                path, module, {name: Layout(tuple(p.shape)) for name, p in module._parameters.items() if p is not None}
+            )
             if plan.sequence and path in assigned:
                 keep_whole(module, region)
     if plan.sequence and not division.vocabulary:
         raise ValueError(
-            'plan.sequence: no rule divides the output matrix over the vocabulary, where the split sequence ends; pass rules={PATH: "vocabulary"}, '
-            "or set plan.sequence to false"
+            "plan.sequence: no rule divides the output matrix over the vocabulary, where the split sequence ends; "
+            'pass rules={PATH: "vocabulary"}, or set plan.sequence to false'
         )
     return division
 
@@ -148,9 +151,15 @@ def _require(path: str, module: nn.Module, kind: str, *types: type[nn.Module]) -
     if type(module) not in types:
         names = " or ".join(known.__name__ for known in types)
         raise ValueError(
-            f"rules: {path!r} is a {type(module).__name__}, and {kind!r} divides a {names} only, since a subclass may compute something else; "
-            "choose another style"
+            f"rules: {path!r} is a {type(module).__name__}, and {kind!r} divides a {names} only, since a "
+            "subclass may compute something else; choose another style"
         )
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return tuple(weight.shape)
 
 
 def _divide_columns(
@@ -162,27 +171,36 @@ def _divide_columns(
         module = modules[path]
         _require(path, module, "column", nn.Linear)
         parent = modules[path.rpartition(".")[0]]
-        styles.append(tables.resolve(assigned[path].style, path, parent, module.weight.shape[0]))  # type: ignore[union-attr,index]
+        styles.append(tables.resolve(assigned[path].style, path, parent, _weight_shape(module)[0]))
     units = [sum(style.sections) // style.unit for style in styles]  # type: ignore[arg-type,operator]
     entered = region.sequence and tables.entered(assigned, paths[0])
     columns = Columns(region, [modules[path] for path in paths], entered)
     for position, (path, style, num) in enumerate(zip(paths, styles, units, strict=True)):
         module = modules[path]
         copies = 1
-        assert isinstance(style.unit, int) and isinstance(style.sections, tuple)
+        assert isinstance(style.unit, int)
+        assert isinstance(style.sections, tuple)
         if style.unit > 1 and any(length % (style.unit * size) for length in style.sections):
-            if num < max(units) and len(style.sections) == 1 and size % num == 0 and num * style.unit == style.sections[0]:
+            if (
+                num < max(units)
+                and len(style.sections) == 1
+                and size % num == 0
+                and num * style.unit == style.sections[0]
+            ):
                 copies = size // num
             else:
                 raise ValueError(
-                    f"plan.tensor = {size} does not divide the {num} heads of {path!r}, and a head is never split; choose a divisor of {num}"
+                    f"plan.tensor = {size} does not divide the {num} heads of {path!r}, and a head is never split; "
+                    f"choose a divisor of {num}"
                     + (f", or a multiple of {num} that divides {max(units)}" if num < max(units) else "")
                 )
         sections = style.sections if len(style.sections) > 1 else ()
         partial = ("tensor",) if copies > 1 else ()
         split = Split("tensor", 0, sections, copies)
-        shape = tuple(module.weight.shape)  # type: ignore[union-attr,arg-type]
-        division.declare(path, module, {"weight": Layout(shape, (split,), partial), "bias": Layout(shape[:1], (split,), partial)})
+        shape = _weight_shape(module)
+        division.declare(
+            path, module, {"weight": Layout(shape, (split,), partial), "bias": Layout(shape[:1], (split,), partial)}
+        )
         if copies > 1:
             _regroup(modules[path.rpartition(".")[0]], max(units) // size)
 
@@ -195,12 +213,12 @@ def _divide_columns(
 def _regroup(parent: nn.Module, queries_a_rank: int) -> None:
     """A rank has one key and value head for all its queries: Hugging Face's attention keeps their ratio as a number."""
     if hasattr(parent, "num_key_value_groups"):
-        parent.num_key_value_groups = queries_a_rank
+        parent.num_key_value_groups = queries_a_rank  # type: ignore[assignment]
 
 
 def _divide_row(division: Division, path: str, module: nn.Module) -> None:
     _require(path, module, "row", nn.Linear)
-    shape = tuple(module.weight.shape)  # type: ignore[union-attr,arg-type]
+    shape = _weight_shape(module)
     division.declare(path, module, {"weight": Layout(shape, (Split("tensor", 1),)), "bias": Layout(shape[:1])})
     row = Row(division.region, module)
     division.take(module, row.landing, row.__call__)
@@ -208,14 +226,14 @@ def _divide_row(division: Division, path: str, module: nn.Module) -> None:
 
 def _divide_vocabulary(division: Division, path: str, module: nn.Module) -> None:
     _require(path, module, "vocabulary", nn.Embedding, nn.Linear)
-    shape = tuple(module.weight.shape)  # type: ignore[union-attr,arg-type]
+    shape = _weight_shape(module)
     split = Split("tensor", 0)
     division.declare(path, module, {"weight": Layout(shape, (split,)), "bias": Layout(shape[:1], (split,))})
     if isinstance(module, nn.Embedding):
         if module.sparse or module.scale_grad_by_freq or module.max_norm is not None:
             raise ValueError(
-                f"rules: embedding {path!r} is sparse, renormalises its rows or scales gradients by frequency, which needs the whole table; "
-                'mark it "replicated"'
+                f"rules: embedding {path!r} is sparse, renormalises its rows or scales gradients by frequency, which "
+                'needs the whole table; mark it "replicated"'
             )
         table = Table(division.region, module, shape[0])
         division.take(module, table.landing, table.__call__)
@@ -226,7 +244,9 @@ def _divide_vocabulary(division: Division, path: str, module: nn.Module) -> None
 
 
 def _share_heads(division: Division, path: str, module: nn.Module) -> None:
-    partial = {name: Layout(tuple(p.shape), partial=("tensor",)) for name, p in module._parameters.items() if p is not None}
+    partial = {
+        name: Layout(tuple(p.shape), partial=("tensor",)) for name, p in module._parameters.items() if p is not None
+    }
     division.declare(path, module, partial)
     if any(isinstance(getattr(module, name, None), float) for name in ("p", "dropout", "attention_dropout")):
         own_numbers(module, division.region)
@@ -240,8 +260,9 @@ def _keep(division: Division, path: str, module: nn.Module, found: Assigned | No
         what = "linear layer" if isinstance(module, nn.Linear) else f"{type(module).__name__} with parameter {large!r},"
         where = f"{what} {path!r}" if path else f"parameter {large!r}"
         raise ValueError(
-            f'plan.tensor: no rule says how {where} is divided; pass parallelize(..., rules={{{path!r}: "column"}}) (or row, vocabulary), or '
-            '"replicated" to keep it whole on every rank'
+            f"plan.tensor: no rule says how {where} is divided; pass "
+            f'parallelize(..., rules={{{path!r}: "column"}}) (or row, vocabulary), or "replicated" to keep it whole '
+            "on every rank"
         )
     partial = ("tensor",) if division.region.sequence else ()
     division.declare(path, module, {name: Layout(tuple(p.shape), partial=partial) for name, p in own.items()})
@@ -262,7 +283,8 @@ def further_sum(layout: Layout) -> str:
 
 
 def further_axes(mesh: Mesh, layouts: Iterable[Layout]) -> dict[str, Axis]:
-    """The ranks of every sum that `further_sum` names. Collective over the job; the layouts must be those of the whole model."""
+    """The ranks of every sum that `further_sum` names. Collective over the job; the layouts must be those of the whole
+    model."""
     found: dict[str, Axis] = {}
     axis = mesh.axis("tensor")
     for name in sorted({further_sum(layout) for layout in layouts} - {""}):

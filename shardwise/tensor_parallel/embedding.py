@@ -1,4 +1,5 @@
-"""An embedding table divided over the vocabulary (arXiv 1909.08053, section 3): every rank looks up what it holds, and the rest is zero.
+"""An embedding table divided over the vocabulary (arXiv 1909.08053, section 3): every rank looks up what it holds, and
+the rest is zero.
 
 Ranks that do not divide the vocabulary hold one row more or less, so nothing is padded.
 """
@@ -36,11 +37,13 @@ class Table:
             IndexError: an index is outside the table (looked at on the CPU only).
         """
         if index.device.type == "cpu" and index.numel() and (int(index.min()) < 0 or int(index.max()) >= self.num_rows):
-            raise IndexError(f"index out of range in an embedding of {self.num_rows} rows: {int(index.min())} to {int(index.max())}")
+            raise IndexError(
+                f"index out of range in an embedding of {self.num_rows} rows: {int(index.min())} to {int(index.max())}"
+            )
         weight = self.landing.parameter("weight")
         assert weight is not None
         if torch.is_grad_enabled():
-            return _Lookup.apply(index, weight, self)  # type: ignore[no-any-return]
+            return _Lookup.apply(index, weight, self)  # type: ignore[no-any-return, no-untyped-call]
         return _look_up(index, weight, self)
 
 

@@ -1,9 +1,9 @@
 """Linear layers divided by their outputs or their inputs (Megatron-LM, arXiv 1909.08053, section 3).
 
-Weight gradients land in the bucket slots as those of any linear layer do, or are put off for a schedule's W; the sum of input gradients
-between the ranks runs while they are computed. With the sequence split, the stream is gathered before a column-divided layer and the
-sum behind a row-divided one is left divided; what is kept for backward is the rank's share, gathered again when it is needed
-(arXiv 2205.05198, section 4.2.2).
+Weight gradients land in the bucket slots as those of any linear layer do, or are put off for a schedule's W; the sum of
+input gradients between the ranks runs while they are computed. With the sequence split, the stream is gathered before a
+column-divided layer and the sum behind a row-divided one is left divided; what is kept for backward is the rank's
+share, gathered again when it is needed (arXiv 2205.05198, section 4.2.2).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,9 @@ from shardwise.tensor_parallel.region import SEQUENCE_DIM, Landing, Region, prod
 class Columns:
     """Linear layers with one input, each divided by its outputs: this rank computes its part of every output.
 
-    The layers are called one by one by the model's own code. The first call computes all of them, so that the input is gathered, and its
-    gradient summed, once; the others are handed what is there. A layer called with another input is computed anew, with all the others.
+    The layers are called one by one by the model's own code. The first call computes all of them, so that the input is
+    gathered, and its gradient summed, once; the others are handed what is there. A layer called with another input is
+    computed anew, with all the others.
 
     Args:
         region: the tensor axis.
@@ -60,7 +61,7 @@ class Columns:
         weights = [landing.parameter("weight") for landing in self.landings]
         biases = [landing.parameter("bias") for landing in self.landings]
         if torch.is_grad_enabled():
-            return _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-any-return]
+            return _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
         whole = self.region.gather(x, self.region.length) if self.gathers else x
         return [kernels.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
 
@@ -89,7 +90,9 @@ class _Columns(torch.autograd.Function):
             flat is not None and (landing.direct("weight") is not None or needed)
             for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[2 : 2 + num], strict=True)
         ]
-        by_autograd = [w and landing.direct("weight") is None for w, landing in zip(wants_weights, landings, strict=True)]
+        by_autograd = [
+            w and landing.direct("weight") is None for w, landing in zip(wants_weights, landings, strict=True)
+        ]
         now = any(by_autograd) or (any(wants_weights) and tape.record is None)
         gathers: bool = ctx.columns.gathers
         gathered = region.gather(x, ctx.length) if gathers and now else None
@@ -123,7 +126,8 @@ class _Columns(torch.autograd.Function):
 
         whole_x = x if gathered is None else gathered
         for_autograd: list[Tensor | None] = [
-            flat.t() @ rows_of(whole_x) if own and flat is not None else None for own, flat in zip(by_autograd, flats, strict=True)
+            flat.t() @ rows_of(whole_x) if own and flat is not None else None
+            for own, flat in zip(by_autograd, flats, strict=True)
         ]
         for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[2 + num :], strict=True):
             own = flat is not None and needed and landing.direct("bias") is None
@@ -152,7 +156,7 @@ class Row:
         """(B, S, in / R) -> (B, S, out), or this rank's share of the sequence."""
         weight, bias = self.landing.parameter("weight"), self.landing.parameter("bias")
         if torch.is_grad_enabled():
-            return _Row.apply(x, weight, bias, self)  # type: ignore[no-any-return]
+            return _Row.apply(x, weight, bias, self)  # type: ignore[no-any-return, no-untyped-call]
         assert weight is not None
         return _row_product(self.region, x, weight, bias)
 

@@ -45,7 +45,9 @@ class Region:
             return
         long = [tensor for tensor in batches.tensors(inputs) if tensor.ndim > SEQUENCE_DIM]
         if not long:
-            raise ValueError("plan.sequence splits dimension 1 of the inputs, and no input has one; set plan.sequence to false")
+            raise ValueError(
+                "plan.sequence splits dimension 1 of the inputs, and no input has one; set plan.sequence to false"
+            )
         self.length = long[0].shape[SEQUENCE_DIM]
 
     def attend(self, stage: nn.Module) -> None:
@@ -83,8 +85,7 @@ class Landing:
         return slot if slot is not None and slot.direct else None
 
     def parameter(self, name: str) -> Tensor | None:
-        found = self.module._parameters.get(name)
-        return found
+        return self.module._parameters.get(name)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

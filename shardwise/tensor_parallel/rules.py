@@ -4,16 +4,16 @@ Styles:
     column: a linear layer divided by its outputs; what follows works on this rank's part of them.
     row: a linear layer divided by its inputs; its sum over the ranks is whole again.
     vocabulary: an embedding or the output matrix, divided over the tokens.
-    head: a module that works on this rank's part of a column layer's output (its heads): the same parameters on every rank, with summed
-        gradients, and random numbers of the rank's own.
-    sequence: a module that treats every position alike, such as a norm: the same on every rank; with plan.sequence it works on the rank's
-        positions, and gradients are summed. An embedding of positions is one too.
+    head: a module that works on this rank's part of a column layer's output (its heads): the same parameters on every
+        rank, with summed gradients, and random numbers of the rank's own.
+    sequence: a module that treats every position alike, such as a norm: the same on every rank; with plan.sequence it
+        works on the rank's positions, and gradients are summed. An embedding of positions is one too.
     replicated: the same on every rank, on whole sequences.
-    entrance: a module around column layers that reads the sequence's length from its first argument: with plan.sequence the stream is gathered
-        before it, in place of before each of them.
+    entrance: a module around column layers that reads the sequence's length from its first argument: with plan.sequence
+        the stream is gathered before it, in place of before each of them.
 
-In a pattern `*` stands for one part of the path; alternatives in its last part ("query|key|value") are layers with one input, which are
-computed together. The first rule that names a module, or the nearest module it is in, counts.
+In a pattern `*` stands for one part of the path; alternatives in its last part ("query|key|value") are layers with one
+input, which are computed together. The first rule that names a module, or the nearest module it is in, counts.
 """
 
 import re
@@ -32,10 +32,11 @@ class Style:
 
     Args:
         kind: see this module.
-        unit: outputs of a column layer that stay together, such as the size of a head: a number, or the attribute of the parent module that
-            has it. A layer that has fewer units than there are ranks, and than others computed with it, is held by several ranks (shared key
-            and value heads).
-        sections: of a layer that several matrices were fused into, how many of equal size, or their lengths; each is divided by itself.
+        unit: outputs of a column layer that stay together, such as the size of a head: a number, or the attribute of
+            the parent module that has it. A layer that has fewer units than there are ranks, and than others computed
+            with it, is held by several ranks (shared key and value heads).
+        sections: of a layer that several matrices were fused into, how many of equal size, or their lengths; each is
+            divided by itself.
     """
 
     kind: Kind
@@ -91,7 +92,8 @@ def hugging_face_rules(model: nn.Module) -> dict[str, Style | Kind]:
         plan = getattr(config, "base_model_tp_plan", None)
     if not isinstance(plan, dict):
         return {}
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output_of = getattr(model, "get_output_embeddings", None)
+    output = output_of() if callable(output_of) else None
     found: dict[str, Style | Kind] = {}
     for path, name in plan.items():
         parent, _, last = path.rpartition(".")
@@ -100,8 +102,8 @@ def hugging_face_rules(model: nn.Module) -> dict[str, Style | Kind]:
             continue
         if name not in _HUGGING_FACE:
             raise ValueError(
-                f"the model's own plan divides {path!r} as {name!r}, which has no counterpart here; pass parallelize(..., rules={{{path!r}: ...}}) "
-                f"with one of {', '.join(get_args(Kind))}"
+                f"the model's own plan divides {path!r} as {name!r}, which has no counterpart here; "
+                f"pass parallelize(..., rules={{{path!r}: ...}}) with one of {', '.join(get_args(Kind))}"
             )
         kind = _HUGGING_FACE[name]
         siblings = next((group for group in _TOGETHER if last in group), (last,))
@@ -147,7 +149,9 @@ def assign(model: nn.Module, rules: Rules | None) -> dict[str, Assigned]:
         if pattern not in used:
             near = next((path for path, _ in model.named_modules() if path.endswith(pattern.rpartition(".")[2])), "")
             hint = f"; did you mean {near!r}?" if near else ""
-            raise ValueError(f"rules: {pattern!r} names no module of {type(model).__name__}{hint or '; correct the pattern'}")
+            raise ValueError(
+                f"rules: {pattern!r} names no module of {type(model).__name__}{hint or '; correct the pattern'}"
+            )
     return found
 
 
@@ -197,12 +201,17 @@ def resolve(style: Style, path: str, parent: nn.Module, length: int) -> Style:
     if isinstance(unit, str):
         found = getattr(parent, unit, None)
         if not isinstance(found, int):
-            raise ValueError(f"rules: {path!r} is divided in units of {unit!r}, which {type(parent).__name__} does not have; give a number")
+            raise ValueError(
+                f"rules: {path!r} is divided in units of {unit!r}, which {type(parent).__name__} does not have; "
+                "give a number"
+            )
         unit = found
     sections = style.sections
     if isinstance(sections, int):
         if length % sections:
-            raise ValueError(f"rules: the {length} outputs of {path!r} are not {sections} equal sections; give their lengths")
+            raise ValueError(
+                f"rules: the {length} outputs of {path!r} are not {sections} equal sections; give their lengths"
+            )
         sections = (length // sections,) * sections
     if sum(sections) != length:
         raise ValueError(f"rules: sections {sections} do not make up the {length} outputs of {path!r}; correct them")

@@ -1,5 +1,5 @@
-"""Where modules stand in the stream between divided layers: gathered for those that need it whole, divided again behind them, and random
-numbers that are a rank's own where what they fall on is.
+"""Where modules stand in the stream between divided layers: gathered for those that need it whole, divided again behind
+them, and random numbers that are a rank's own where what they fall on is.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from shardwise.tensor_parallel.region import SEQUENCE_DIM, Region
 
 
 class _Whole(torch.autograd.Function):
-    """Shares -> the whole on every rank, for computation that every rank repeats: each has the whole gradient, and keeps its share."""
+    """Shares -> the whole on every rank, for computation that every rank repeats: each has the whole gradient, and
+    keeps its share."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, region: Region, dim: int, length: int) -> Tensor:
@@ -49,12 +50,12 @@ def _own(whole: Tensor, region: Region, dim: int) -> Tensor:
 
 def whole(shard: Tensor, region: Region, dim: int, length: int) -> Tensor:
     """The tensor whose shares along `dim` the ranks hold; what follows must be the same on all of them."""
-    return _Whole.apply(shard, region, dim, length)  # type: ignore[no-any-return]
+    return _Whole.apply(shard, region, dim, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def own_share(tensor: Tensor, region: Region, dim: int) -> Tensor:
     """This rank's share along `dim` of a tensor that all ranks hold."""
-    return _Share.apply(tensor, region, dim)  # type: ignore[no-any-return]
+    return _Share.apply(tensor, region, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
@@ -78,7 +79,7 @@ def enter_whole(module: nn.Module, region: Region) -> None:
     """Gather the stream, a module's first argument, before the module in place of in the column layers inside."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_Enter.apply(args[0], region), *args[1:])
+        return (_Enter.apply(args[0], region), *args[1:])  # type: ignore[no-untyped-call]
 
     module.register_forward_pre_hook(before)
 
@@ -96,7 +97,9 @@ def keep_whole(module: nn.Module, region: Region) -> None:
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         values = output if isinstance(output, tuple) else (output,)
         found = tuple(
-            own_share(value, region, SEQUENCE_DIM) if isinstance(value, Tensor) and value.ndim > SEQUENCE_DIM + 1 else value
+            own_share(value, region, SEQUENCE_DIM)
+            if isinstance(value, Tensor) and value.ndim > SEQUENCE_DIM + 1
+            else value
             for value in values
         )
         return found if isinstance(output, tuple) else found[0]
@@ -118,7 +121,8 @@ def divide_positions(module: nn.Embedding, region: Region) -> None:
 def own_numbers(module: nn.Module, region: Region) -> None:
     """Have a module draw random numbers that differ between the tensor ranks.
 
-    One number from the stream that the ranks share seeds them, together with the rank: so that stream goes on alike on all of them,
+    One number from the stream that the ranks share seeds them, together with the rank: so that stream goes on alike on
+        all of them,
     and running the module again from the same state (recomputation) draws the same.
     """
     saved: list[tuple[Tensor, Tensor | None]] = []

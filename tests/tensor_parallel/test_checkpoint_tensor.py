@@ -23,7 +23,17 @@ VOCABULARY = 19
 
 
 def make(plan: dict[str, Any], seed: int) -> Parallel:
-    config = ModelConfig(family="qwen", query_key_norm=True, layers=2, hidden=24, heads=4, kv_heads=2, intermediate=7, sequence=8, tied=True)
+    config = ModelConfig(
+        family="qwen",
+        query_key_norm=True,
+        layers=2,
+        hidden=24,
+        heads=4,
+        kv_heads=2,
+        intermediate=7,
+        sequence=8,
+        tied=True,
+    )
     return parallelize(build(config, VOCABULARY), Plan(precision="fp64", **plan), optimizer=AdamW(lr=1e-2), seed=seed)
 
 
@@ -35,7 +45,9 @@ def train(parallel: Parallel) -> float:
 def save(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
     parallel = make(plan, 0)
     train(parallel)
-    checkpoints = Checkpoints(Path(folder), CheckpointConfig(asynchronous=False), Ranks.world(60), Ranks.world(60), print)
+    checkpoints = Checkpoints(
+        Path(folder), CheckpointConfig(asynchronous=False), Ranks.world(60), Ranks.world(60), print
+    )
     checkpoints.prepare()
     checkpoints.save_last(1, parallel.state_dict(), {})
     checkpoints.close()
@@ -65,7 +77,9 @@ def load(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
     ],
     ids=str,
 )
-def test_another_layout_goes_on_where_one_stopped(written: dict[str, Any], read: dict[str, Any], tmp_path: Path) -> None:
+def test_another_layout_goes_on_where_one_stopped(
+    written: dict[str, Any], read: dict[str, Any], tmp_path: Path
+) -> None:
     loss, parameters = run_ranks(save, Plan(**written).num_ranks, written, str(tmp_path))[0]
     for found, held in run_ranks(load, Plan(**read).num_ranks, read, str(tmp_path)):
         assert found == pytest.approx(loss, rel=1e-12)

@@ -18,10 +18,14 @@ ROWS, LENGTH, HIDDEN, HEADS, VOCABULARY = 2, 64, 256, 4, 8
 
 def counts(layers: int, tensor: int, sequence: bool) -> tuple[float, float]:
     """Bytes kept by the forward of a model, and elements sent by a step of it."""
-    config = ModelConfig(family="gpt2", layers=layers, hidden=HIDDEN, heads=HEADS, sequence=LENGTH, dropout=0.1, tied=False)
+    config = ModelConfig(
+        family="gpt2", layers=layers, hidden=HIDDEN, heads=HEADS, sequence=LENGTH, dropout=0.1, tied=False
+    )
     model = build(config, VOCABULARY)
     for block in model.blocks:
-        block.attention.core.dropout = 0.0  # the fused attention, which keeps no weights: the selective case of the paper
+        block.attention.core.dropout = (
+            0.0  # the fused attention, which keeps no weights: the selective case of the paper
+        )
     parallel = parallelize(model, Plan(tensor=tensor, sequence=sequence), optimizer=SGD(lr=0.1))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
@@ -49,9 +53,12 @@ def a_layer(tensor: int, sequence: bool) -> list[tuple[float, float]]:
 
 
 def formula(tensor: int, sequence: bool, itemsize: int = 4) -> float:
-    """sbh (34), (10 + 24 / t) or 34 / t bytes, without attention weights: 2 bytes an activation become `itemsize`, and so does the byte of a
-    dropout mask, which the CPU keeps as a number."""
-    whole, divided = 4 + 2, 12  # elements a position and channel: norms' and layers' inputs and masks; inside attention and feed-forward
+    """sbh (34), (10 + 24 / t) or 34 / t bytes, without attention weights: 2 bytes an activation become `itemsize`, and
+    so does the byte of a dropout mask, which the CPU keeps as a number."""
+    whole, divided = (
+        4 + 2,
+        12,
+    )  # elements a position and channel: norms' and layers' inputs and masks; inside attention and feed-forward
     per_channel = (whole + divided) / tensor if sequence else whole + divided / tensor
     return ROWS * LENGTH * HIDDEN * per_channel * itemsize
 
@@ -65,7 +72,7 @@ def test_activation_memory_is_that_of_the_formulas(tensor: int, sequence: bool) 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_what_is_sent_is_that_of_the_formulas(tensor: int, sequence: bool) -> None:
-    # With the sequence split, the inputs of column layers are gathered once more in backward (2205.05198, section 4.2.2).
+    # With the sequence split, inputs of column layers are gathered once more in backward (2205.05198, section 4.2.2).
     times = 8 + (2 if sequence else 0)
     for _, elements in a_layer(tensor, sequence):
         assert elements == times * ROWS * LENGTH * HIDDEN * (tensor - 1) / tensor
@@ -96,5 +103,5 @@ def exchanges(sequence: bool) -> Any:
 
 def test_logits_are_never_gathered_and_queries_keys_and_values_share_one_exchange() -> None:
     for sizes in run_ranks(exchanges, 2, False):
-        # The embedding, two sums forward, four numbers a token for the loss; the head's input gradient and two sums backward.
+        # The embedding, two sums forward, four numbers a token for the loss; the head's gradient, two sums backward.
         assert sizes == [("sum", LENGTH * 8)] * 3 + [("gather", 4 * LENGTH)] + [("sum", LENGTH * 8)] * 3

@@ -24,7 +24,9 @@ def example(vocabulary: int, tokens: int, scale: float) -> tuple[Tensor, Tensor]
     return logits, targets
 
 
-def divided(ranks: int, vocabulary: int, tokens: int, scale: float, terms: CrossEntropy, chunk: int) -> tuple[Tensor, Tensor]:
+def divided(
+    ranks: int, vocabulary: int, tokens: int, scale: float, terms: CrossEntropy, chunk: int
+) -> tuple[Tensor, Tensor]:
     cross_entropy.CHUNK_ELEMENTS = chunk
     axis = Mesh({"tensor": ranks}).axis("tensor")
     region = Region(axis, False, Exchange(axis, torch.device("cpu")))

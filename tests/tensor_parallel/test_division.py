@@ -137,7 +137,8 @@ def test_odd_sizes_equal_one_device(job: tuple[dict[str, Any], dict[str, Any], d
 
 
 class Mixer(nn.Module):
-    """Fused matrices, layers with one input of which one is called twice, and attention that reads its input's length."""
+    """Fused matrices, layers with one input of which one is called twice, and attention that reads its input's
+    length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +155,7 @@ class Mixer(nn.Module):
         x = x + self.reader(y)
         gate, up = self.gate_up(y).chunk(2, -1)
         x = x + self.down(F.silu(gate) * up)
-        x = x + self.back(self.one(x) * self.two(y) + self.one(y))
-        return x
+        return x + self.back(self.one(x) * self.two(y) + self.one(y))
 
 
 class Reader(nn.Module):
@@ -319,7 +319,9 @@ def clipped() -> tuple[float, float]:
     model = Two()
     rules: dict[str, Any] = {"table": "vocabulary"}
     loss = Loss(lambda output, targets: output.sum(), lambda targets: torch.ones((), dtype=torch.int64))
-    parallel = parallelize(model, Plan(tensor=2, precision="fp64"), loss=loss, optimizer=SGD(lr=1.0), clip=1.0, rules=rules)
+    parallel = parallelize(
+        model, Plan(tensor=2, precision="fp64"), loss=loss, optimizer=SGD(lr=1.0), clip=1.0, rules=rules
+    )
     before = parallel.full_parameters()["whole"].clone()
     metrics = parallel.step(({"tokens": torch.zeros(1, 1, dtype=torch.int64)}, torch.zeros(1, 1)))
     moved = float(before - parallel.full_parameters()["whole"])

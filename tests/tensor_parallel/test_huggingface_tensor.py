@@ -82,7 +82,9 @@ def test_logits_are_those_of_one_device(kind: str, settings: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("kind", "settings"), [KINDS[0], KINDS[1], KINDS[4]], ids=str)
-@pytest.mark.parametrize("plan", [{"tensor": 2}, {"tensor": 2, "replicate": 2, "microbatches": 2}, {"tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{"tensor": 2}, {"tensor": 2, "replicate": 2, "microbatches": 2}, {"tensor": 4}], ids=str
+)
 def test_training_equals_one_device(kind: str, settings: dict[str, Any], plan: dict[str, Any]) -> None:
     reports = run_ranks(check, Plan(**plan).num_ranks, kind, settings, plan)
     assert all(report.agrees for report in reports), reports[0].describe()
@@ -105,7 +107,12 @@ def phi() -> str:
     import transformers
 
     config = transformers.Phi3Config(
-        hidden_size=24, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, vocab_size=VOCABULARY, pad_token_id=0
+        hidden_size=24,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
     )
     try:
         parallelize(transformers.Phi3ForCausalLM(config), Plan(tensor=2))

@@ -1,4 +1,5 @@
-"""Random numbers (CASES 14): alike on the tensor ranks where the stream is whole, a rank's own where it is divided, never alike on data ranks."""
+"""Random numbers (CASES 14): alike on the tensor ranks where the stream is whole, a rank's own where it is divided,
+never alike on data ranks."""
 
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.pool import run_ranks
 
 
 def masks(sequence: bool) -> dict[str, Any]:
-    """What the dropout modules of a step dropped, what the attention weights' numbers were, and the stream's number behind it all."""
+    """What the dropout modules of a step dropped, what the attention weights' numbers were, and the stream's number
+    behind it all."""
     config = ModelConfig(family="gpt2", layers=2, hidden=8, heads=2, sequence=8, dropout=0.5)
     model = build(config, 16)
     plan = Plan(replicate=2, tensor=2, sequence=sequence)
