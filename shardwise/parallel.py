@@ -387,6 +387,8 @@ class Parallel:
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state
         places: dict[str, Place] = dict(self._assembly.splits)
+        for bucket in {id(bucket): bucket for bucket, _, _ in self._entries()}.values():
+            bucket.begin_state()
         for bucket, entry, values in self._entries():
             state[f"model/{entry.name}"] = bucket.value_pieces(entry, values, places)
             if self._optimizer is not None:
@@ -412,6 +414,8 @@ class Parallel:
         for buckets in units:
             for bucket in buckets.buckets:
                 bucket.store()
+                if self._optimizer is not None:
+                    bucket.take_moments(self._optimizer)
         self._assembly.reducer.meet()
         for buckets in units:
             buckets.refresh()

@@ -228,8 +228,8 @@ class _Reference:
         self.named = dict(self.model.named_parameters())
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         decays = decay or (lambda name, parameter: parameter.ndim >= 2)
-        decayed = [p for name, p in self.trained.items() if decays(name, p)]
-        others = [p for name, p in self.trained.items() if not decays(name, p)]
+        decayed = [(name, p) for name, p in self.trained.items() if decays(name, p)]
+        others = [(name, p) for name, p in self.trained.items() if not decays(name, p)]
         self.optimizer = optimizer.reference(decayed, others) if self.trained else None
         self.num_data_ranks = parallel.num_data_ranks
         self.schedule = parallel.schedule

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.optimizers import SGD, AdamW
+from shardwise.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Override
 from shardwise.plan import Plan
 from shardwise.verify import Report, verify
 from tests.pool import run_ranks
@@ -15,6 +15,10 @@ OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2, weight_decay=0.3),
     "sgd": SGD(lr=0.1),
     "momentum": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adafactor": Adafactor(momentum=0.9),
+    "lion": Lion(lr=1e-2, weight_decay=0.1),
+    "muon": Muon(lr=1e-2, weight_decay=0.1),
+    "overrides": AdamW(lr=1e-2, weight_decay=0.3, overrides={"*norm*": Override(lr_scale=0.5, weight_decay=0.2)}),
 }
 
 

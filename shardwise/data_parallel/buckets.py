@@ -7,6 +7,7 @@ last microbatch's backward has filled it (Li et al., arXiv 2006.15704), in an or
 stage 2 on whole gradients exist only while they land: every microbatch's are summed and added to the fragments at once.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from shardwise.gradient import Slot
 from shardwise.layout import Layout, Place, share
 from shardwise.memory.precision import Precision
 from shardwise.mesh import Axis
-from shardwise.optimizers.optimizer import Fragment, Optimizer
+from shardwise.optimizers.optimizer import Fragment, Optimizer, Packed, override_of
 from shardwise.pieces import Pieces, pieces_of
 
 # Small enough that the first sum starts early and the last one is short, large enough that a sum is not all latency.
@@ -88,9 +89,10 @@ class Bucket:
         device: torch.device,
         reducer: Reducer,
         further: Sequence[Axis],
+        optimizer: Optimizer | None,
     ) -> None:
-        # Those with weight decay first, so that there are two runs at most.
-        self.entries = sorted(entries, key=lambda entry: not entry.decay)
+        # Those that the optimizer treats alike side by side.
+        self.entries = sorted(entries, key=lambda entry: _treatment(entry, optimizer)) if optimizer else entries
         self.counted = entries[0].counted
         self.unit = entries[0].unit
         self.stage = stage
@@ -132,6 +134,8 @@ class Bucket:
         self.scale = 1.0  # by which the last update clipped the gradient
         self.fragments: list[Fragment] = []
         self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
+        self._members: list[set[str]] = []  # the names of each fragment's parameters
+        self._unpacked: dict[int, dict[str, Tensor]] = {}  # by fragment, moments of an optimizer that packs its state
 
     def view(self, flat: Tensor, entry: Entry) -> Tensor:
         """The part of a flat tensor as long as this bucket that belongs to `entry`, in its shape."""
@@ -145,46 +149,34 @@ class Bucket:
 
     def make_fragments(self, optimizer: Optimizer) -> None:
         """Divide the rank's fragment into what the optimizer treats one by one: parameters, or, if it is elementwise,
-        runs of them."""
+        runs of parameters that it treats alike."""
+        members = [[entry] for entry in self.entries]
         if optimizer.elementwise:
-            kinds = [(True, [e for e in self.entries if e.decay]), (False, [e for e in self.entries if not e.decay])]
-            for decay, run in kinds:
-                if run:
-                    first = self.offsets[run[0].name]
-                    self._add_fragment("", (sum(e.numel for e in run),), first, decay, optimizer, None, ())
-            return
-        for entry in self.entries:
-            split = next((s.dim for s in entry.layout.splits), None)
-            self._add_fragment(
-                entry.name, entry.shape, self.offsets[entry.name], entry.decay, optimizer, split, entry.layout.shape
+            runs = itertools.groupby(self.entries, lambda entry: _treatment(entry, optimizer))
+            members = [list(run) for _, run in runs]
+        for run in members:
+            entry, alone = run[0], not optimizer.elementwise
+            first, numel = self.offsets[entry.name], sum(other.numel for other in run)
+            low, high = self.overlap(first, first + numel)
+            span = (low - self.start, high - self.start) if low < high else (0, 0)
+            override = override_of(optimizer.overrides, entry.name)
+            fragment = Fragment(
+                name=entry.name if alone else "",
+                shape=entry.shape if alone else (numel,),
+                start=low - first,
+                stop=high - first,
+                parameter=self.master[slice(*span)],
+                gradient=self.own_gradient[slice(*span)],
+                decay=entry.decay,
+                split=next((split.dim for split in entry.layout.splits), None) if alone else None,
+                global_shape=entry.layout.shape if alone else (numel,),
+                lr_scale=override.lr_scale,
+                weight_decay=override.weight_decay,
             )
-
-    def _add_fragment(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        first: int,
-        decay: bool,
-        optimizer: Optimizer,
-        split: int | None,
-        global_shape: tuple[int, ...],
-    ) -> None:
-        low, high = self.overlap(first, first + math.prod(shape))
-        span = (low - self.start, high - self.start) if low < high else (0, 0)
-        fragment = Fragment(
-            name,
-            shape,
-            low - first,
-            high - first,
-            self.master[slice(*span)],
-            self.own_gradient[slice(*span)],
-            decay,
-            split,
-            global_shape or shape,
-        )
-        fragment.state = optimizer.state(fragment)
-        self.fragments.append(fragment)
-        self._spans.append(span)
+            fragment.state = optimizer.state(fragment)
+            self.fragments.append(fragment)
+            self._spans.append(span)
+            self._members.append({other.name for other in run})
 
     def point_at(self, own: Tensor) -> list[Fragment]:
         """The fragments, with their parameters in `own` (a copy of `master`)."""
@@ -275,27 +267,44 @@ class Bucket:
         return pieces_of(entry.layout, places, own, low - first, high - first)
 
     def moment_pieces(self, entry: Entry, optimizer: Optimizer, places: dict[str, Place]) -> dict[str, Pieces | Tensor]:
-        """One parameter's optimizer state for a checkpoint, by moment."""
+        """One parameter's optimizer state for a checkpoint, by moment. After loading in place `take_moments` is due."""
         first = self.offsets[entry.name]
         low, high = self.overlap(first, first + entry.numel)
+        number = next(index for index, names in enumerate(self._members) if entry.name in names)
+        fragment, span = self.fragments[number], self._spans[number]
+        moments = fragment.state
+        if isinstance(optimizer, Packed):
+            moments = self._unpacked.setdefault(number, optimizer.moments(fragment))
         found: dict[str, Pieces | Tensor] = {}
-        for fragment, span in zip(self.fragments, self._spans, strict=True):
-            if fragment.name not in ("", entry.name) or (fragment.name == "" and fragment.decay != entry.decay):
+        for name, moment in moments.items():
+            kept = optimizer.factored.get(name)
+            if kept is not None:
+                found[name] = pieces_of(_reduced(entry.layout, kept), places, moment.reshape(-1), 0, moment.numel())
                 continue
-            for name, moment in fragment.state.items():
-                kept = optimizer.factored.get(name)
-                if kept is not None:
-                    found[name] = pieces_of(_reduced(entry.layout, kept), places, moment.reshape(-1), 0, moment.numel())
-                    continue
-                begin = low - self.start - span[0] if low < high else 0
-                part = moment[begin : begin + (high - low)]
-                whole = part.numel() == entry.numel and not entry.layout.splits
-                found[name] = (
-                    part.view(entry.shape)
-                    if whole
-                    else pieces_of(entry.layout, places, part, low - first, high - first)
-                )
+            begin = low - self.start - span[0] if low < high else 0
+            part = moment[begin : begin + (high - low)]
+            whole = part.numel() == entry.numel and not entry.layout.splits
+            found[name] = (
+                part.view(entry.shape) if whole else pieces_of(entry.layout, places, part, low - first, high - first)
+            )
         return found
+
+    def begin_state(self) -> None:
+        """`moment_pieces` is about to be called anew: state that is kept packed has changed since."""
+        self._unpacked.clear()
+
+    def take_moments(self, optimizer: Optimizer) -> None:
+        """Take what was loaded in place into what `moment_pieces` gave."""
+        if isinstance(optimizer, Packed):
+            for number, moments in self._unpacked.items():
+                optimizer.pack(self.fragments[number], moments)
+        self._unpacked.clear()
+
+
+def _treatment(entry: Entry, optimizer: Optimizer) -> tuple[bool, float, float]:
+    """What two parameters must have in common to be updated in one run, in the order in which a bucket holds them."""
+    override = override_of(optimizer.overrides, entry.name)
+    return not entry.decay, override.lr_scale, -1.0 if override.weight_decay is None else override.weight_decay
 
 
 def _reduced(layout: Layout, kept: tuple[int, ...]) -> Layout:
@@ -336,7 +345,7 @@ class Buckets:
         self.reducer = reducer
         # Backward fills the last layers first.
         self.buckets = [
-            Bucket(group, stage, precision, device, reducer, further[group[0].extra])
+            Bucket(group, stage, precision, device, reducer, further[group[0].extra], optimizer)
             for group in _groups(reversed(entries), precision.master.itemsize, bucket_bytes, by_unit=stage == 3)
         ]
         self._home: dict[str, tuple[int, Bucket]] = {}

@@ -1,50 +1,95 @@
 """The [optimizer] section."""
 
-from typing import Literal
+from dataclasses import MISSING, fields
+from dataclasses import Field as Setting
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from shardwise.optimizers.adafactor import Adafactor
 from shardwise.optimizers.adamw import AdamW
-from shardwise.optimizers.optimizer import Optimizer
+from shardwise.optimizers.adamw_8bit import AdamW8bit
+from shardwise.optimizers.lion import Lion
+from shardwise.optimizers.muon import Muon
+from shardwise.optimizers.optimizer import Optimizer, Override
 from shardwise.optimizers.sgd import SGD
+
+_OPTIMIZERS: dict[str, type[AdamW] | type[Adafactor] | type[AdamW8bit] | type[Muon] | type[Lion] | type[SGD]] = {
+    "adamw": AdamW,
+    "adafactor": Adafactor,
+    "adamw-8bit": AdamW8bit,
+    "muon": Muon,
+    "lion": Lion,
+    "sgd": SGD,
+}
 
 
 class OptimizerConfig(BaseModel):
-    """Which optimizer, and its settings; those another optimizer has no use for must stay at their defaults."""
+    """Which optimizer, and its settings; those not given are the optimizer's own, and those it does not have stay
+    None."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(3e-4, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="adamw: decay rates of the two moments")
-    eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd: decay rate of the velocity")
-    nesterov: bool = Field(False, description="sgd: look ahead along the velocity")
+    name: Literal["adamw", "adafactor", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
+    lr: float = Field(AdamW.lr, gt=0, description="peak learning rate; adafactor: the largest relative step")
+    weight_decay: float = Field(AdamW.weight_decay, ge=0, description="on matrices only")
+    betas: tuple[float, float] | None = Field(
+        None, description="adamw, adamw-8bit, muon's AdamW: decay rates of the moments; lion"
+    )
+    eps: float | None = Field(
+        None, gt=0, description="adamw, adamw-8bit, muon's AdamW: added to the root of the second moment"
+    )
+    momentum: float | None = Field(None, ge=0, lt=1, description="sgd, muon, adafactor: decay rate of the momentum")
+    nesterov: bool | None = Field(None, description="sgd, muon: look ahead along the momentum")
+    relative_step: bool | None = Field(None, description="adafactor: step min(lr, 1 / sqrt(t)) rather than lr")
+    scale_parameter: bool | None = Field(None, description="adafactor: multiply the step by the parameter's size")
+    decay_rate: float | None = Field(None, description="adafactor: of the second moment, 1 - t ** -decay_rate")
+    clip_threshold: float | None = Field(None, description="adafactor: the update's largest root mean square")
+    eps1: float | None = Field(None, gt=0, description="adafactor: added to squared gradients")
+    eps2: float | None = Field(None, gt=0, description="adafactor: smallest size of a parameter")
+    block: int | None = Field(None, description="adamw-8bit: elements that have one scale")
+    smallest: int | None = Field(None, ge=0, description="adamw-8bit: parameters of fewer elements are not quantized")
+    iterations: int | None = Field(None, description="muon: of Newton and Schulz")
+    adjustment: Literal["match-rms", "original"] | None = Field(None, description="muon: of lr to a matrix's shape")
+    exclude: tuple[str, ...] | None = Field(
+        None, description="names not quantized (adamw-8bit), AdamW's (muon), as patterns"
+    )
+    overrides: dict[str, Override] = Field({}, description="by pattern of names: lr_scale and weight_decay")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        optimizer = _OPTIMIZERS.get(str(data.get("name", "adamw"))) if isinstance(data, dict) else None
+        if optimizer is None:
+            return data
+        # Once merged these are Python's values, not TOML's or JSON's, which have lists only.
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return {setting.name: _default(setting) for setting in fields(optimizer)} | given
 
-_USES = {"adamw": ("betas", "eps"), "sgd": ("momentum", "nesterov")}
+    @model_validator(mode="after")
+    def _check(self) -> "OptimizerConfig":
+        own = _names(self.name)
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            if key == "name" or key in own or value is None:
+                continue
+            owners = [name for name in _OPTIMIZERS if key in _names(name)]
+            raise ValueError(
+                f"optimizer.{key} = {value!r} belongs to {', '.join(owners)}, not to {self.name}; remove it or set "
+                f"optimizer.name to {owners[0]}"
+            )
+        build(self)
+        return self
 
 
 def build(config: OptimizerConfig) -> Optimizer:
-    """The optimizer a section asks for.
+    """The optimizer a section asks for."""
+    return _OPTIMIZERS[config.name](**{name: getattr(config, name) for name in _names(config.name)})
 
-    Raises:
-        ValueError: a setting is given that the named optimizer does not have.
-    """
-    used = _USES[config.name]
-    for key in config.model_fields_set:
-        owner = next((name for name, keys in _USES.items() if key in keys), None)
-        if owner is not None and key not in used:
-            raise ValueError(
-                f"optimizer.{key} = {getattr(config, key)!r} belongs to {owner}, not to {config.name}: remove it or "
-                f'set optimizer.name = "{owner}"'
-            )
-    if config.name == "sgd":
-        return SGD(lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay)
-    for value in config.betas:
-        if not 0 <= value < 1:
-            raise ValueError(
-                f"optimizer.betas = {list(config.betas)}: each must be at least 0 and below 1, as in [0.9, 0.95]"
-            )
-    return AdamW(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+def _names(optimizer: str) -> list[str]:
+    return [setting.name for setting in fields(_OPTIMIZERS[optimizer])]
+
+
+def _default(setting: "Setting[Any]") -> Any:
+    return setting.default if setting.default_factory is MISSING else setting.default_factory()
