@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardwise.initial import Initial
     from shardwise.loss import Loss, cross_entropy
     from shardwise.mesh import Mesh
-    from shardwise.optimizers import SGD, AdamW
+    from shardwise.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon, Override
     from shardwise.parallel import Parallel, StepMetrics
     from shardwise.parallelize import parallelize
     from shardwise.plan import Plan, PlanError
@@ -23,10 +23,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "AdamW",
+    "AdamW8bit",
     "Initial",
+    "Lion",
     "Loss",
     "Mesh",
+    "Muon",
+    "Override",
     "Parallel",
     "Plan",
     "PlanError",
@@ -40,10 +45,15 @@ __all__ = [
 # Imported when first used: a command that only reads a config need not wait for torch.
 _HOMES = {
     "SGD": "optimizers",
+    "Adafactor": "optimizers",
     "AdamW": "optimizers",
+    "AdamW8bit": "optimizers",
     "Initial": "initial",
+    "Lion": "optimizers",
     "Loss": "loss",
     "Mesh": "mesh",
+    "Muon": "optimizers",
+    "Override": "optimizers",
     "Parallel": "parallel",
     "Plan": "plan",
     "PlanError": "plan",
