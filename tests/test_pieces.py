@@ -30,7 +30,9 @@ def test_ranges_are_disjoint_boxes_of_exactly_the_elements(shape: tuple[int, ...
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 3), st.integers(1, 3), st.sampled_from([None, 0, 1]))
-def test_fragments_of_all_ranks_are_the_whole_tensor(rows: int, columns: int, tensor: int, zero: int, dim: int | None) -> None:
+def test_fragments_of_all_ranks_are_the_whole_tensor(
+    rows: int, columns: int, tensor: int, zero: int, dim: int | None
+) -> None:
     whole = torch.arange(rows * columns).view(rows, columns)
     length = (rows, columns)[dim or 0]
     sections = (length // 3, length - length // 3) if length >= 3 else ()
