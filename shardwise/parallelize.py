@@ -34,11 +34,11 @@ from shardwise.pipeline_parallel.simulator import Costs, Memory
 from shardwise.pipeline_parallel.stages import Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
+from shardwise.plan_values import SCHEDULE_FILES
 from shardwise.tensor_parallel.context import divide
 from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers
 from shardwise.tensor_parallel.rules import Rules
-
 
 # What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the
 # optimizer rounds an element by where it lies in a flat tensor, and copies must stay equal to the bit.
@@ -256,7 +256,8 @@ def parallelize(
         hook(live[name], slot)
 
     # 5. The runner
-    wire = Wire(axis, device, schedule.total_stages - 1, negotiate)
+    alike = division.region.exchange if division is not None and not plan.sequence else None
+    wire = Wire(axis, device, schedule.total_stages - 1, negotiate, alike)
     runner = Runner(schedule, axis.rank, chunks, wire, loss.sum, lambda action: parallel.update(action))
     assembly = Assembly(
         model if schedule.total_stages == 1 else nn.ModuleList(mine),
@@ -288,7 +289,7 @@ def parallelize(
 
 
 def build_schedule(plan: Plan) -> Schedule:
-    """The schedule a plan names; for "auto" the one it begins with, until times have been measured.
+    """The schedule a plan names, as ranks run it; for "auto" the one it begins with, until times have been measured.
 
     Raises:
         ValueError: it does not exist for the plan's numbers, or its file does not fit them.
@@ -296,7 +297,9 @@ def build_schedule(plan: Plan) -> Schedule:
     name = "zb-h1" if plan.schedule == "auto" else plan.schedule
     schedule = schedules.build(name, plan.pipeline, plan.microbatches, plan.chunks, vertical_sync=plan.vertical_sync)
     schedules.check(schedule)
-    return schedule
+    # A file says exactly what to run. From ZeRO stage 2 on, gradients that two passes make cost further memory.
+    as_it_is = plan.schedule.endswith(SCHEDULE_FILES) or plan.zero >= 2
+    return schedule if as_it_is else schedules.hand_on_early(schedule)
 
 
 def search_schedule(parallel: Parallel, plan: Plan, example: Batch, clip: float | None) -> Schedule:

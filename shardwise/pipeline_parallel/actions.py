@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -153,6 +153,26 @@ def unroll(schedule: Schedule, num_steps: int) -> Schedule:
         asynchronous=schedule.asynchronous or num_steps > 1,
         weights=schedule.weights,
     )
+
+
+def hand_on_early(schedule: Schedule) -> Schedule:
+    """The schedule with every backward that another rank waits for in two halves, one right after the other: its input
+    gradient is on its way before its weight gradients are computed, so that rank waits for a B instead of a BW."""
+
+    def split(rank: int, action: Action) -> Row:
+        stage = schedule.stage(rank, action.chunk)
+        if action.kind is not Kind.BW or stage == 0 or schedule.owner(stage - 1)[0] == rank:
+            return (action,)
+        return (action._replace(kind=Kind.B), action._replace(kind=Kind.W))
+
+    def split_all(rows: Rows) -> Rows:
+        return tuple(tuple(part for action in row for part in split(rank, action)) for rank, row in enumerate(rows))
+
+    rounds = None
+    if schedule.rounds is not None:
+        first, following, drain = (split_all(rows) for rows in schedule.rounds)
+        rounds = first, following, drain
+    return replace(schedule, rows=split_all(schedule.rows), rounds=rounds)
 
 
 def passes(action: Action) -> Iterator[Kind]:

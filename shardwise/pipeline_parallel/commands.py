@@ -16,7 +16,16 @@ from shardwise.pipeline_parallel import files
 from shardwise.pipeline_parallel.clock import Time
 from shardwise.pipeline_parallel.drawing import figure, save_trace, terminal
 from shardwise.pipeline_parallel.page import save_page
-from shardwise.pipeline_parallel.schedule import FAMILIES, Report, Schedule, build, check, from_file, unroll
+from shardwise.pipeline_parallel.schedule import (
+    FAMILIES,
+    Report,
+    Schedule,
+    build,
+    check,
+    from_file,
+    hand_on_early,
+    unroll,
+)
 from shardwise.pipeline_parallel.simulator import Costs, Simulation, simulate, steady_bubble, steady_timeline
 from shardwise.pipeline_parallel.timeline import Comparison, Timeline, compare, load_timeline
 
@@ -136,6 +145,8 @@ def _result(asked: _Asked) -> _Result:
         raise ValueError(f"--comm {asked.comm:g} is negative; give the time of a transfer")
     recorded = None if asked.measured is None else load_timeline(asked.measured)
     plain = _build(asked, recorded)
+    if recorded is not None:
+        plain = _as_run(plain, recorded)
     costs = _costs(asked, recorded, plain.num_stages, plain.num_chunks)
     unit = recorded.unit if recorded else ""
     step = recorded.typical_step() if recorded else None
@@ -148,6 +159,13 @@ def _result(asked: _Asked) -> _Result:
         measured=step,
         comparison=compare(steady_timeline(plain, costs, unit), step) if step and asked.name != "auto" else None,
     )
+
+
+def _as_run(schedule: Schedule, recorded: Timeline) -> Schedule:
+    """The schedule with backwards in one piece or two, as they were when it was recorded."""
+    early = hand_on_early(schedule)
+    ran = {(event.rank, event.action.kind) for event in recorded.events}
+    return early if ran == {(rank, action.kind) for rank, row in enumerate(early.rows) for action in row} else schedule
 
 
 def _costs(asked: _Asked, recorded: Timeline | None, p: int, v: int) -> Costs:

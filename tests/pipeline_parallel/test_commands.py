@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from shardwise.pipeline_parallel.commands import schedule
-from shardwise.pipeline_parallel.schedule import FAMILIES, build, load, save
+from shardwise.pipeline_parallel.schedule import FAMILIES, build, hand_on_early, load, save
+from shardwise.pipeline_parallel.simulator import Costs, simulate
 from shardwise.pipeline_parallel.timeline import load_timeline
 
 app = typer.Typer()
@@ -90,6 +91,17 @@ def test_a_file_is_shown_like_a_family(tmp_path: Path) -> None:
     save(build("zb-h1", 3, 5), path)
     assert "zb-h1 · 3 ranks · 5 microbatches" in _run(path)
     assert "is a schedule for 3 pipeline ranks, not 4; ask for 3" in _refused(path, "-p", "4")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_recording_may_have_backwards_in_two_halves(tmp_path: Path, early: bool) -> None:
+    plain = build("1f1b", 3, 4)
+    ran = simulate(hand_on_early(plain) if early else plain, Costs.uniform(3, 2, 3, 1)).timeline
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(ran.to_json() | {"source": "measured", "unit": "s"}))
+    out = _run("1f1b", "-p", "3", "-m", "4", "--measured", path)
+    assert f"step {ran.makespan} simulated, {ran.makespan} measured: +0.0%" in out
+    assert ran.makespan == (34 if early else 36)
 
 
 def test_a_recording_stands_beside_its_simulation(tmp_path: Path) -> None:
