@@ -1,8 +1,10 @@
-"""Data parallelism: our step at replicate = 2 beside torch's DistributedDataParallel, Megatron-core's, and a step without communication.
+"""Data parallelism: our step at replicate = 2 beside torch's DistributedDataParallel, Megatron-core's, and a step
+without communication.
 
     python -m benchmarks.data_parallel [--quick]
 
-All train the model of the peers' `common.py` with the same AdamW on the same rows; the loss of every step is read, as a trainer does.
+All train the model of the peers' `common.py` with the same AdamW on the same rows; the loss of every step is read, as a
+trainer does.
 """
 
 import argparse
@@ -142,7 +144,8 @@ def _megatron(rounds: int, steps: int) -> None:
     python = harness.peer_python("megatron")
     if python is None:
         print(
-            "\nMegatron-core is not installed (`install_peer.sh megatron megatron-core` in the peers' folder): left out."
+            "\nMegatron-core is not installed (`install_peer.sh megatron megatron-core` in the peers' folder): left"
+            " out."
         )
         return
     found = harness.launches(

@@ -1,8 +1,9 @@
 """Puts contenders side by side: in turn, on the same ranks, in one run.
 
-A machine that is busy or warm slows whoever runs at that moment, so only the ratio of two contenders of the same round says anything.
-Contenders that can share a process take turns step by step (`alternate`); those that need another environment take turns launch by
-launch (`launches`). What each holds in memory is measured in processes of its own (`Memory.measure`).
+A machine that is busy or warm slows whoever runs at that moment, so only the ratio of two contenders of the same round
+says anything. Contenders that can share a process take turns step by step (`alternate`); those that need another
+environment take turns launch by launch (`launches`). What each holds in memory is measured in processes of its own
+(`Memory.measure`).
 """
 
 import importlib
@@ -185,8 +186,8 @@ class Times:
 
     Args:
         milliseconds: by contender, of every round the slowest rank's.
-        cpu: by contender, the median milliseconds of processor time of every rank, all its threads together: what is left when waiting, and a
-            machine shared with others, are taken out.
+        cpu: by contender, the median milliseconds of processor time of every rank, all its threads together: what is
+            left when waiting, and a machine shared with others, are taken out.
         losses: by contender, of every step the mean over the ranks that know the loss; warm-up comes first.
     """
 
@@ -312,7 +313,8 @@ class Memory:
     """What one rank has held at most, in MB.
 
     Args:
-        resident: as the kernel counts it (VmHWM), with the code of libraries, and with memory shared between ranks counted on each of them.
+        resident: as the kernel counts it (VmHWM), with the code of libraries, and with memory shared between ranks
+            counted on each of them.
         own: without pages of files, and with shared memory counted by this rank's share of it.
     """
 
@@ -364,8 +366,8 @@ def machine() -> str:
         model = names[0] if names else model
     load = os.getloadavg()[0]
     return (
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {model}, torch {torch.__version__}, one thread a rank, gloo; "
-        f"load before the run {load:.1f}"
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {model}, torch {torch.__version__}, one thread a rank, "
+        f"gloo; load before the run {load:.1f}"
     )
 
 

@@ -12,9 +12,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.harness import Step
-
 from benchmarks import harness
+from benchmarks.harness import Step
 
 ADAMW, ADAFACTOR, ADAMW_8BIT = "Shardwise AdamW", "Shardwise Adafactor", "Shardwise AdamW8bit"
 

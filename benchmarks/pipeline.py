@@ -172,7 +172,8 @@ def _our_step(common: Any, settings: Any, parallel: Any, asynchronous: bool) -> 
 
 
 def compare(contenders: list[dict[str, Any]], rounds: int, record: int = 0) -> dict[str, Any]:
-    """All in turn, the losses of one process, and for `record` steps of each of ours what the simulator makes of them."""
+    """All in turn, the losses of one process, and for `record` steps of each of ours what the simulator makes of
+    them."""
     harness.connect()
     common = harness.peers_common()
     settings = common.parser().parse_args([])
@@ -361,7 +362,8 @@ def _search(rounds: int) -> None:
 
 
 def _ideal(contender: Contender) -> float:
-    """1 + the bubble of equal stages whose F, B and W take equally long; steps that flush are counted until all ranks are done."""
+    """1 + the bubble of equal stages whose F, B and W take equally long; steps that flush are counted until all ranks
+    are done."""
     from shardwise.pipeline_parallel.schedule import build
     from shardwise.pipeline_parallel.simulator import simulate, steady_bubble
 

@@ -1,7 +1,8 @@
 """Collectives on a named axis.
 
-Sums between ranks of one machine go through memory that all of them map (`HostMemory`): each rank adds up its share of every rank's
-tensor in place and writes the result to all of them, so nothing is copied through sockets. Elsewhere torch.distributed does the work.
+Sums between ranks of one machine go through memory that all of them map (`HostMemory`): each rank adds up its share of
+every rank's tensor in place and writes the result to all of them, so nothing is copied through sockets. Elsewhere
+torch.distributed does the work.
 """
 
 import math
@@ -51,7 +52,8 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
 def reduce_scatter(flat: Tensor, axis: Axis) -> Tensor:
     """Sum `flat` (N,), N a multiple of the axis, over its ranks; returns this rank's N / size elements.
 
-    gloo's own reduce-scatter takes three times as long as an all-to-all and a local sum (2 ranks, 64 MB: 148 against 44 ms).
+    gloo's own reduce-scatter takes three times as long as an all-to-all and a local sum (2 ranks, 64 MB: 148 against 44
+    ms).
     """
     parts = flat.view(axis.size, -1)
     if axis.size == 1:
@@ -101,7 +103,8 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
 
 
 def machine_identity() -> str:
-    """What two processes that can share memory and sockets have in common: the booted kernel and the network namespace."""
+    """What two processes that can share memory and sockets have in common: the booted kernel and the network
+    namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/net")
@@ -110,11 +113,11 @@ def machine_identity() -> str:
 
 
 class HostLink:
-    """Between all pairs of ranks of an axis that lie on one machine: a socket, which passes file descriptors, and a bell each
-    way. Made by `connect`, which is collective over the axis.
+    """Between all pairs of ranks of an axis that lie on one machine: a socket, which passes file descriptors, and a
+    bell each way. Made by `connect`, which is collective over the axis.
 
-    Ranks wait for bells alone. The kernel moves whoever a socket wakes to the core of the writer, which goes on computing
-    there.
+    Ranks wait for bells alone. The kernel moves whoever a socket wakes to the core of the writer, which goes on
+    computing there.
     """
 
     def __init__(self, axis: Axis, peers: dict[int, socket.socket]) -> None:
@@ -254,11 +257,14 @@ class HostMemory:
         for rank in range(link.axis.size):
             memory = mmap.mmap(descriptors[rank], length)
             os.close(descriptors[rank])
-            self.tensors.append(torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype))
+            self.tensors.append(
+                torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+            )
         self.mine = self.tensors[link.axis.rank]
 
     def sum_into(self, start: int, stop: int, targets: list[Tensor], add: bool = False) -> None:
-        """Sum elements `start` to `stop` over all ranks, in the order of ranks: the same bits wherever they are computed.
+        """Sum elements `start` to `stop` over all ranks, in the order of ranks: the same bits wherever they are
+        computed.
 
         Every rank calls this, with ranges of its own. It returns when all ranks are done with each other's memory.
 
@@ -281,9 +287,11 @@ class HostMemory:
 
 
 class Exchange:
-    """Sums and gathers between the ranks of an axis within forward and backward passes, one at a time, in the same order on all of them.
+    """Sums and gathers between the ranks of an axis within forward and backward passes, one at a time, in the same
+    order on all of them.
 
-    On one machine without an accelerator a rank computes what it contributes into memory that all ranks see, and reads the others' parts
+    On one machine without an accelerator a rank computes what it contributes into memory that all ranks see, and reads
+    the others' parts
     from there: one meeting for each exchange, and no copy on the way. Elsewhere torch.distributed does the work.
 
     Args:
@@ -291,8 +299,8 @@ class Exchange:
         device: where the tensors lie.
 
     Attributes:
-        elements: what this rank would have sent by a ring, so far: n (R - 1) / R for a gather or a divided sum of n elements, twice that for
-            a whole sum.
+        elements: what this rank would have sent by a ring, so far: n (R - 1) / R for a gather or a divided sum of n
+            elements, twice that for a whole sum.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -305,7 +313,8 @@ class Exchange:
         self._under_way = False
 
     def buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for this rank's part of the next sum, of the dtype and device of `like`; to be filled and given to `start_sum`."""
+        """Memory for this rank's part of the next sum, of the dtype and device of `like`; to be filled and given to
+        `start_sum`."""
         if self._link is None:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         self._reserve(math.prod(shape) * like.element_size())
@@ -319,7 +328,8 @@ class Exchange:
             dim: None gives every rank the whole sum, else the rank's share along this dimension.
 
         Returns:
-            a function that waits and returns the sum: the same bits on every rank. To be called before the next exchange begins.
+            a function that waits and returns the sum: the same bits on every rank. To be called before the next
+                exchange begins.
         """
         size = self.axis.size
         self.elements += (1 if dim is not None else 2) * buffer.numel() * (size - 1) / size
@@ -371,7 +381,9 @@ class Exchange:
 
     def _start_elsewhere(self, buffer: Tensor, dim: int | None) -> Callable[[], Tensor]:
         size = self.axis.size
-        if dim is not None and buffer.device.type != "cpu" and buffer.shape[dim] % size == 0:  # gloo's is slower than a sum
+        if (
+            dim is not None and buffer.device.type != "cpu" and buffer.shape[dim] % size == 0
+        ):  # gloo's is slower than a sum
             shares = [part.contiguous() for part in buffer.chunk(size, dim)]
             out = torch.empty_like(shares[0])
             work = dist.reduce_scatter(out, shares, group=self.axis.group, async_op=True)
@@ -390,7 +402,8 @@ class Exchange:
         return wait
 
     def _reserve(self, num_bytes: int) -> None:
-        assert self._link is not None and not self._under_way
+        assert self._link is not None
+        assert not self._under_way
         held = self._memories[self._turn]
         if not held or held[0].numel() < num_bytes:
             self._memories[self._turn] = HostMemory(self._link, num_bytes, torch.uint8).tensors
@@ -406,7 +419,8 @@ class Exchange:
         self._turn = 1 - self._turn
 
     def _end(self) -> None:
-        assert self._link is not None and self._under_way
+        assert self._link is not None
+        assert self._under_way
         self._link.wait_for_others()
         self._under_way = False
 

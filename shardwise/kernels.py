@@ -18,8 +18,8 @@ _ONEDNN = (
 )
 
 
-# A processor without instructions for a 16-bit format takes up to 90 times as long with it as in float32 (fp16 on an AMD EPYC 9004); one
-# that has them a third. Products are multiplied in whichever is quicker, by a measurement.
+# A processor without instructions for a 16-bit format takes up to 90 times as long with it as in float32 (fp16 on an
+# AMD EPYC 9004); one that has them a third. Products are multiplied in whichever is quicker, by a measurement.
 _MEASURED_SIZE = 256
 
 

@@ -47,8 +47,8 @@ class StepMetrics:
         gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of
             the last update of this rank's last stage); None if it was not computed.
         tokens: targets in the step, over all ranks.
-        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed (with an asynchronous
-            schedule, those of one of this rank's updates).
+        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed
+            (with an asynchronous schedule, those of one of this rank's updates).
         loss_scale: fp16's factor on the loss after the step; None in other precisions.
         faulty_rank: the first rank whose own loss was not finite, if any.
     """
@@ -353,7 +353,8 @@ class Parallel:
                 buckets.refresh()
 
     def _scale(self, square: float, axis: str) -> Scale | None:
-        """What an update multiplies gradients by whose squared norm has the parts `square` on the ranks of `axis`; None if they are not finite."""
+        """What an update multiplies gradients by whose squared norm has the parts `square` on the ranks of `axis`; None
+        if they are not finite."""
         of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self.clip is None and self.loss_scale is None:
             return Scale()

@@ -376,7 +376,8 @@ def _tied_asynchronous(plan: Plan, job: _Job) -> Iterator[Problem]:
     if tied and plan.pipeline > 1 and plan.schedule in ASYNCHRONOUS:
         yield Problem(
             "plan.schedule",
-            f"{plan.schedule} updates each stage at its own time, so the embedding that first and last stage share would differ between them",
+            f"{plan.schedule} updates each stage at its own time, so the embedding that first and last stage share "
+            "would differ between them",
             "set model.tied to false, or plan.schedule to a synchronous one such as 1f1b",
         )
 

@@ -91,7 +91,8 @@ def test_an_override_reaches_into_a_table(tmp_path: Path) -> None:
         ("optimizer.betas=[0.9]", "optimizer.betas: has too few values; give them all"),
         (
             "optimizer.name=adm",
-            "optimizer.name: 'adm' is not known; did you mean adamw? choose one of adamw, adafactor, adamw-8bit, muon, lion, sgd",
+            "optimizer.name: 'adm' is not known; did you mean adamw? choose one of adamw, adafactor, adamw-8bit, muon, "
+            "lion, sgd",
         ),
         ("data.source=3", "data.source: 3 is not possible; give a text, or give a list"),
         (

@@ -75,9 +75,11 @@ class Bucket:
     """Parameters that are stored, summed and updated together.
 
     Attributes:
-        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory unless gathered.
+        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory
+        unless gathered.
         own: this rank's fragment of them.
-        master: the fragment that the optimizer updates: `own` itself, or, in mixed precision, its copy in the master format.
+        master: the fragment that the optimizer updates: `own` itself, or, in mixed precision, its copy in the master
+        format.
         own_gradient: the fragment of the summed gradients.
     """
 
@@ -223,7 +225,8 @@ class Bucket:
             self.values.untyped_storage().resize_(0)
 
     def begin_values(self) -> Tensor:
-        """Memory for the first values of all parameters, (N,), in the master format; to be filled and given to `keep_values`."""
+        """Memory for the first values of all parameters, (N,), in the master format; to be filled and given to
+        `keep_values`."""
         return (
             torch.zeros(self.numel, dtype=self.precision.master, device=self.own.device)
             if self.precision.mixed

@@ -1,7 +1,8 @@
 """Mixed precision (Micikevicius et al., arXiv 1710.03740): passes in 16 bits, updates in 32.
 
-Parameters are computed with in the compute format. Their masters, which the optimizer updates, gradients once they have landed, sums over
-ranks and optimizer state are in the master format. fp16, whose smallest numbers gradients fall below, has its loss scaled up.
+Parameters are computed with in the compute format. Their masters, which the optimizer updates, gradients once they have
+landed, sums over ranks and optimizer state are in the master format. fp16, whose smallest numbers gradients fall below,
+has its loss scaled up.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ PRECISIONS = {
     "fp16": Precision(torch.float16, torch.float32),
 }
 
-# Doubled after so many clean steps in a row, halved after one that overflowed, from the largest power of two fp16 holds.
+# Doubled after so many clean steps in a row, halved after one that overflowed, from the largest power of two fp16
+# holds.
 GROWTH_STEPS, FIRST, SMALLEST, LARGEST = 2000, 2.0**15, 1.0, 2.0**24
 
 

@@ -6,8 +6,6 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-
 from shardwise import models, optimizers
 from shardwise.batch import Batch
 from shardwise.config import Config

@@ -12,8 +12,8 @@ class StepMetrics(Protocol):
     """What a step tells; reading the loss may wait for other ranks, so that is left until it is needed.
 
     `loss` is in nats per target, `tokens` counts the targets of the global batch, `gradient_norm` is of all gradients,
-    `skipped` steps changed nothing, `faulty_rank` is the first whose own loss was not finite, and `loss_scale` is fp16's
-    factor on the loss after the step.
+    `skipped` steps changed nothing, `faulty_rank` is the first whose own loss was not finite, and `loss_scale` is
+    fp16's factor on the loss after the step.
     """
 
     @property

@@ -283,12 +283,13 @@ class Trainer:
                 self.progress.row_tokens += metrics.tokens
 
     def _on_overflow(self, step: int, loss_scale: float) -> None:
-        """Gradients that fp16 could not hold: the loss is scaled up less from now on, unless it is not scaled up at all."""
+        """Gradients that fp16 could not hold: the loss is scaled up less from now on, unless it is not scaled up at
+        all."""
         self._write("event", {"skipped": 1, "loss_scale": loss_scale})
         if loss_scale <= SMALLEST and self._skips > 1:
             raise JobStopped(
-                f"step {step}: gradients overflow fp16 even with a loss scale of {loss_scale:g}, so every step is skipped; "
-                'set plan.precision = "bf16" or "fp32", or lower optimizer.lr'
+                f"step {step}: gradients overflow fp16 even with a loss scale of {loss_scale:g}, so every step is "
+                'skipped; set plan.precision = "bf16" or "fp32", or lower optimizer.lr'
             )
         self.display.warn(
             f"step {step}: gradients overflowed fp16; the step is skipped, the loss scale is {loss_scale:g}"

@@ -20,7 +20,6 @@ from shardwise.training.ranks import Ranks
 from tests.pool import run_ranks
 from tests.small_models import build, make_batches
 
-
 OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2),
     "adafactor": Adafactor(),
