@@ -366,8 +366,8 @@ def machine() -> str:
         model = names[0] if names else model
     load = os.getloadavg()[0]
     return (
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {model}, torch {torch.__version__}, one thread a rank, "
-        f"gloo; load before the run {load:.1f}"
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {model}, torch {torch.__version__}, one thread a "
+        f"rank, gloo; load before the run {load:.1f}"
     )
 
 
