@@ -1,15 +1,20 @@
 """What pipeline stages send each other: any number of tensors and other values, shapes negotiated once and
 remembered."""
 
+import hashlib
+import math
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise import collectives
+from shardwise.collectives import Exchange
+from shardwise.layout import share
 from shardwise.mesh import Axis
 from shardwise.pipeline_parallel import post
 from shardwise.pipeline_parallel.post import Wait
@@ -22,11 +27,13 @@ _HEADER_LENGTH, _HEADER = _ITEMS - 2, _ITEMS - 1
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor in a message: what its receiver must have room for, and whether a gradient goes back."""
+    """A tensor in a message: what its receiver must have room for, whether a gradient goes back, and whether each
+    tensor rank sends its share of it only, since all of them have the same."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,11 @@ class Spec:
             TensorSpec, lambda item: next(left).requires_grad_(item.requires_grad), self.items
         )
         return filled
+
+    @property
+    def plain(self) -> "Spec":
+        """The same without marks of what is shared."""
+        return Spec(tree_map_only(TensorSpec, lambda item: replace(item, shared=False), self.items))
 
     @property
     def tensors(self) -> list[TensorSpec]:
@@ -79,15 +91,21 @@ class Wire:
         num_boundaries: stage boundaries in the whole model.
         negotiate: "once": what a message consists of depends on the shapes of the microbatch's inputs alone, and is
             sent ahead of the first message of each kind; "always": it is sent ahead of every one.
+        exchange: over the tensor axis, if what passes may be the same on all its ranks. Each then sends its share, and
+            the receivers gather (Narayanan et al., arXiv 2104.04473, section 4.1): for stages on different machines.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, num_boundaries: int, negotiate: str) -> None:
+    def __init__(
+        self, axis: Axis, device: torch.device, num_boundaries: int, negotiate: str, exchange: Exchange | None = None
+    ) -> None:
         self.axis = axis
         self.device = device
         self.num_boundaries = max(1, num_boundaries)
         self.negotiate = negotiate
         self._known: dict[tuple[int, Any], Spec] = {}
         self._post = post.connect(axis, device)
+        self._exchange = exchange if isinstance(self._post, post.GroupPost) else None
+        self._received: dict[int, Spec] = {}  # by boundary, what came last
 
     def known(self, boundary: int, signature: Any) -> Spec | None:
         """What activations across `boundary` consist of for inputs of these shapes, if it is known without asking."""
@@ -107,27 +125,32 @@ class Wire:
                 f"a stage passes on {len(spec.tensors)} tensors; at most {_HEADER_LENGTH} can be sent, so pass fewer, "
                 "larger ones"
             )
+        tensors = [v.detach() for v in tree_leaves(values) if isinstance(v, Tensor)]
         earlier = self.known(boundary, signature)
         if earlier is None:
+            spec = self._shared(spec, tensors)
             header = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
             self._send(torch.tensor([header.numel()]), peer, self._tag(Kind.F, microbatch, boundary, _HEADER_LENGTH))
             self._send(header, peer, self._tag(Kind.F, microbatch, boundary, _HEADER))
             self._known[boundary, signature] = spec
-        elif earlier != spec:
+        elif earlier.plain != spec:
             raise ValueError(
                 f"what passes from stage {boundary} to stage {boundary + 1} changed from {_describe(earlier)} to "
                 f"{_describe(spec)} for "
                 'inputs of the same shapes; pass parallelize(..., negotiate="always")'
             )
-        self.send_tensors(
-            Kind.F, microbatch, boundary, peer, [v.detach() for v in tree_leaves(values) if isinstance(v, Tensor)]
-        )
+        spec = spec if earlier is None else earlier
+        for item, (tensor, known) in enumerate(zip(tensors, spec.tensors, strict=True)):
+            self._send(tensor, peer, self._tag(Kind.F, microbatch, boundary, item), known.shared)
         return spec
 
     def send_tensors(self, kind: Kind, microbatch: int, boundary: int, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors whose shapes the receiver knows; does not wait."""
-        for item, tensor in enumerate(tensors):
-            self._send(tensor, peer, self._tag(kind, microbatch, boundary, item))
+        """Send tensors whose shapes the receiver knows, the gradients of what came last across a boundary; does not
+        wait."""
+        came = self._received[boundary].gradients if boundary in self._received else ()
+        shared = [item.shared for item in came] or [False] * len(tensors)
+        for item, (tensor, part) in enumerate(zip(tensors, shared, strict=True)):
+            self._send(tensor, peer, self._tag(kind, microbatch, boundary, item), part)
 
     def receive_activation(
         self, microbatch: int, boundary: int, peer: int, signature: Any, ahead: bool
@@ -145,6 +168,7 @@ class Wire:
             spec = pickle.loads(header.numpy().tobytes())
             assert isinstance(spec, Spec)
             self._known[boundary, signature] = spec
+        self._received[boundary] = spec
         return self.receive_tensors(Kind.F, microbatch, boundary, peer, spec.tensors, spec)
 
     def receive_tensors(
@@ -181,14 +205,41 @@ class Wire:
         message = (microbatch % _MICROBATCHES * self.num_boundaries + boundary) * 2 + (kind is Kind.B)
         return message * _ITEMS + item
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> None:
+    def _shared(self, spec: Spec, tensors: Sequence[Tensor]) -> Spec:
+        """What a message consists of, with marks on tensors that all tensor ranks have alike. Collective over them."""
+        them."""
+        if self._exchange is None:
+            return spec
+        axis = self._exchange.axis
+        everyone = collectives.all_gather_object([_digest(tensor) for tensor in tensors], axis)
+        marks = iter(
+            tensor.is_floating_point() and tensor.numel() >= axis.size and len(set(found)) == 1
+            for tensor, *found in zip(tensors, *everyone, strict=True)
+        )
+        return Spec(tree_map_only(TensorSpec, lambda item: replace(item, shared=next(marks)), spec.items))
+
+    def _send(self, tensor: Tensor, peer: int, tag: int, shared: bool = False) -> None:
+        if shared and self._exchange is not None:
+            axis = self._exchange.axis
+            start, stop = share(tensor.numel(), axis.rank, axis.size)
+            tensor = tensor.reshape(-1)[start:stop]
         if tensor.numel():
             self._post.send(tensor, peer, tag)
 
     def _receive(self, spec: TensorSpec, peer: int, tag: int) -> Wait:
         if 0 in spec.shape:
             return lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        return self._post.receive(spec.shape, spec.dtype, self.device, peer, tag)
+        if not spec.shared or self._exchange is None:
+            return self._post.receive(spec.shape, spec.dtype, self.device, peer, tag)
+        exchange, numel = self._exchange, math.prod(spec.shape)
+        start, stop = share(numel, exchange.axis.rank, exchange.axis.size)
+        receive = self._post.receive((stop - start,), spec.dtype, self.device, peer, tag)
+        return lambda: exchange.gather(receive(), 0, numel).view(spec.shape)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest()
 
 
 def _describe(spec: Spec) -> str:
