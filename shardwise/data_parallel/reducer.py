@@ -190,6 +190,7 @@ def _serve(tasks: "_Tasks") -> None:
     while (task := tasks.get()) is not None:
         pending, work = task
         pending.settle(work)
+        del task, pending, work  # a reducer they refer to may be let go of while this waits
 
 
 def _let_go(tasks: "_Tasks", link: HostLink | None) -> None:
