@@ -207,7 +207,6 @@ class Wire:
 
     def _shared(self, spec: Spec, tensors: Sequence[Tensor]) -> Spec:
         """What a message consists of, with marks on tensors that all tensor ranks have alike. Collective over them."""
-        them."""
         if self._exchange is None:
             return spec
         axis = self._exchange.axis
