@@ -7,6 +7,7 @@ schedule's rows say.
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -97,8 +98,8 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """Everything, for programs."""
-        first = asdict(self.first) if self.first else None
+        """Everything, for programs; the error of what is missing or not a number is null."""
+        first = _as_json(self.first) if self.first else None
         return json.dumps(
             {
                 "agrees": self.agrees,
@@ -106,10 +107,16 @@ class Report:
                 "tolerance": self.tolerance,
                 "steps": self.num_steps,
                 "first": first,
-                "worst": {kind: asdict(d) for kind, d in self.worst.items()},
-                "differences": [asdict(d) for d in self.differences],
-            }
+                "worst": {kind: _as_json(d) for kind, d in self.worst.items()},
+                "differences": [_as_json(d) for d in self.differences],
+            },
+            allow_nan=False,
         )
+
+
+def _as_json(difference: Difference) -> dict[str, Any]:
+    found = asdict(difference)
+    return found if math.isfinite(difference.error) else found | {"error": None}
 
 
 def verify(

@@ -1,13 +1,21 @@
-"""Random plans over odd models against one device, and the oracle's own ability to fail."""
+"""Random plans over odd models against one device; users' and our own models; what is reported."""
 
+import copy
+import json
+import os
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise import models
 from shardwise.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Override
 from shardwise.plan import Plan
-from shardwise.verify import Report, verify
+from shardwise.verify import Difference, Report, verify
+from tests import user_models
+from tests.models.cases import CONFIGS, VOCABULARY
 from tests.pool import run_ranks
 from tests.small_models import build, make_batches
 
@@ -98,7 +106,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
 
 
 @settings(
-    max_examples=60,
+    max_examples=int(os.environ.get("SHARDWISE_EXAMPLES", "25")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -106,3 +114,142 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
 @given(jobs())
 def test_random_plans_equal_one_device(job: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> None:
     assert_agrees(*job)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [{"schedule": name, "chunks": chunks} for name, chunks in SYNCHRONOUS] + [{"schedule": "pipedream"}],
+    ids=str,
+)
+def test_fewer_microbatches_than_stages_and_sequences_of_5_then_7(plan: dict[str, Any], microbatches: int) -> None:
+    """CASES 13: it runs, and every sequence keeps its length."""
+    assert_agrees({**plan, "pipeline": 3, "microbatches": microbatches}, {"num_blocks": 8}, {"length": 5, "rows": 3})
+
+
+def test_what_cannot_run_with_few_microbatches_is_refused_at_once_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="plan.microbatches: .* set it to 3 or more, or plan.schedule to pipedream"):
+        Plan(pipeline=3, schedule="pipedream-2bw", microbatches=2).require()
+
+
+@pytest.mark.parametrize("rows", [3, 4, 5])
+def test_uneven_shares_of_a_batch(rows: int) -> None:
+    assert_agrees({"replicate": 3}, {}, {"rows": rows})
+
+
+# Our own models
+
+
+def packed(rows: int, length: int, seed: int) -> Any:
+    """Sequences of several documents each: positions begin anew, and attention stays within."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
+    documents = (torch.rand((rows, length), generator=generator) < 0.25).cumsum(1)
+    positions = torch.zeros_like(tokens)
+    for column in range(1, length):
+        same = documents[:, column] == documents[:, column - 1]
+        positions[:, column] = torch.where(same, positions[:, column - 1] + 1, 0)
+    targets = torch.randint(VOCABULARY, (rows, length), generator=generator)
+    targets[:, ::5] = -100
+    return {"tokens": tokens, "positions": positions, "documents": documents}, targets
+
+
+def shipped(name: str, plan: dict[str, Any], precision: str, tolerance: float | None) -> Report:
+    config = CONFIGS[name]
+    return verify(
+        models.build(config, VOCABULARY),
+        Plan(precision=precision, **plan),
+        [packed(5, length, length) for length in (9, 12)],
+        optimizer=OPTIMIZERS["adamw"],
+        clip=1.0,
+        tolerance=tolerance,
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "plan",
+    [{"replicate": 2, "microbatches": 2}, {"pipeline": 2, "microbatches": 3, "schedule": "zb-h1"}],
+    ids=str,
+)
+def test_our_models_with_packed_documents_equal_one_device(name: str, plan: dict[str, Any]) -> None:
+    report = run_ranks(shipped, 2, name, plan, "fp64", None)[0]
+    assert report.agrees, report.describe()
+
+
+def test_single_precision_agrees_to_its_own_rounding_and_no_further() -> None:
+    plan = {"pipeline": 2, "microbatches": 2}
+    report = run_ranks(shipped, 2, "llama", plan, "fp32", None)[0]
+    assert report.agrees, report.describe()
+    assert report.tolerance == 1e-3
+    report = run_ranks(shipped, 2, "llama", plan, "fp32", 1e-9)[0]
+    assert not report.agrees
+    assert not run_ranks(shipped, 2, "llama", plan, "fp32", 0.0)[0].agrees  # asked for bitwise, not for the default
+
+
+# A user's own
+
+
+def users() -> tuple[bool, bool, bool]:
+    model = user_models.make("plain")
+    values = copy.deepcopy(model.state_dict())
+    report = verify(
+        model,
+        Plan(replicate=2, precision="fp64"),
+        user_models.batches(2, 5),
+        loss=user_models.squares.sum,  # a plain function
+        optimizer=SGD(lr=0.1),
+    )
+    same = all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    untouched = model.training and all(p.grad is None for p in model.parameters())
+    return report.agrees, same, untouched
+
+
+def test_a_users_model_is_verified_with_its_values_and_left_alone() -> None:
+    assert run_ranks(users, 2) == [(True, True, True)] * 2
+
+
+# What is reported
+
+
+def difference(kind: str, name: str, error: float, step: int = 0) -> Difference:
+    return Difference(step, kind, name, error)
+
+
+def test_a_report_that_agrees_says_how_closely() -> None:
+    report = Report("replicate=2", 1e-9, 2, [difference("loss", "", 1e-15), difference("gradient", "w", 3e-12)])
+    assert report.agrees
+    assert report.first is None
+    assert report.describe() == "agrees with one device: largest relative error 3.0e-12, allowed 1e-09"
+
+
+def test_a_report_names_the_first_parameter_that_differs_and_the_worst() -> None:
+    report = Report(
+        "pipeline=2",
+        1e-9,
+        1,
+        [
+            difference("loss", "", 0.0),
+            difference("norm", "", 0.5),
+            difference("gradient", "a", 1e-3),
+            difference("gradient", "b", 2e-1),
+            difference("parameter", "a", float("nan")),
+        ],
+    )
+    assert report.first == difference("norm", "", 0.5)
+    assert report.worst["gradient"].name == "b"
+    assert report.describe() == (
+        "step 0: gradient 'a' differs first, by 1.0e-03 relative (allowed 1e-09), 'b' most, by 2.0e-01; "
+        "4 of 5 comparisons fail"
+    )
+    found = json.loads(report.to_json(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert found["agrees"] is False
+    assert found["first"] == {"step": 0, "kind": "norm", "name": "", "error": 0.5}
+    assert found["worst"]["parameter"]["error"] is None  # not a number, and never taken for agreement
+    assert len(found["differences"]) == 5
+    assert (found["plan"], found["tolerance"], found["steps"]) == ("pipeline=2", 1e-9, 1)
+
+
+def test_copies_that_differ_are_a_difference_of_their_own() -> None:
+    report = Report("shard=2", 1e-9, 1, [difference("loss", "", 0.0), difference("replicas", "w", float("inf"))])
+    assert report.describe() == "step 0: the copies of parameter 'w' differ between ranks"

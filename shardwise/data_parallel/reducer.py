@@ -156,7 +156,7 @@ class Reducer:
     def alone(self) -> "Reducer":
         """A reducer over this rank alone: what a plan computes whose gradients are not summed."""
         single = copy.copy(self)
-        single.axis = single.zero = single.replicas = Axis("gradient", 0, 1, (self.axis.ranks[self.axis.rank],))
+        single.axis = Axis("gradient", 0, 1, (self.axis.ranks[self.axis.rank],))
         single._thread = None
         return single
 
