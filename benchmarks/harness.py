@@ -115,7 +115,7 @@ def run_ranks(function: str, num_ranks: int = 2, **arguments: Any) -> Any:
                 process.wait()
         if codes != [0] * num_ranks:
             said = (folder / "errors").read_text()[-4000:]
-            raise RuntimeError(f"{function} with {arguments} failed, exit codes {codes} (None: still running)\n{said}")
+            raise RuntimeError(f"{function} failed, exit codes {codes} (None: still running)\n{said}")
         return json.loads((folder / "result.json").read_text())
 
 
