@@ -124,14 +124,15 @@ class ModelChunk:
         version = self._versions[self.current]
         if self._version_of is not None:
             oldest = self._version_of(self._next_microbatch)
+            # Before the copy, which takes the memory of what nobody needs any more.
+            for number in [n for n in self._versions if n < min(oldest, self.current) and not self._versions[n].users]:
+                self._spare.append(self._versions.pop(number))
             if version.users or oldest <= self.current:
                 version = self._copy(version)
             else:
                 del self._versions[self.current]
             self.current += 1
             self._versions[self.current] = version
-            for number in [n for n in self._versions if n < min(oldest, self.current) and not self._versions[n].users]:
-                self._spare.append(self._versions.pop(number))
         if apply:
             own = (
                 (lambda bucket: bucket.master)
