@@ -78,6 +78,7 @@ class ModelChunk:
     # The runner's side
 
     def forward(self, microbatch: int, received: tuple[Any, ...], inputs: Any) -> Any:
+        """Run the modules with the microbatch's weight version and random numbers."""
         if self._version_of is not None and torch.is_grad_enabled():
             number = self._version_of(microbatch)
             assert number in self._versions, (number, sorted(self._versions), self.current)
@@ -90,6 +91,7 @@ class ModelChunk:
             return self.module(received, inputs)
 
     def begin_backward(self, half: Half) -> None:
+        """Make ready for what lands in this pass: the buckets count the last ones, the tape keeps what is put off."""
         for buckets in (self.buckets, *self._shared):
             if buckets.spent:
                 buckets.begin()
@@ -102,6 +104,7 @@ class ModelChunk:
         self._tape.record = None if half.weights else self._put_off.setdefault(half.microbatch, [])
 
     def end_backward(self, half: Half) -> None:
+        """Compute what was put off, if this was its pass, let go of the version, and start the sums that are due."""
         self._tape.record = None
         if half.weights and not half.backward:
             with torch.no_grad():

@@ -224,6 +224,7 @@ class HostLink:
         return {rank: _receive_descriptor(peer) for rank, peer in self._peers.items()}
 
     def close(self) -> None:
+        """Close the sockets, by which the peers notice, and the bells."""
         for peer in self._peers.values():
             peer.close()
         self._release()

@@ -29,6 +29,7 @@ class Tape:
         self.record: list[Callable[[], None]] | None = None
 
     def run(self, work: Callable[[], None]) -> None:
+        """Do the work, now or, while recording, when whoever records does."""
         if self.record is None:
             work()
         else:

@@ -26,6 +26,11 @@ class Pending:
         self._stream: torch.Stream | None = None
 
     def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            RuntimeError: what went wrong, a peer that is gone for instance.
+        """
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -33,6 +38,7 @@ class Pending:
             torch.accelerator.current_stream().wait_stream(self._stream)
 
     def settle(self, work: Callable[[], None]) -> None:
+        """Do the work here and now; its error is kept for whoever waits."""
         try:
             with torch.no_grad():
                 work()

@@ -42,9 +42,11 @@ class Units:
         self._release(-1)
 
     def begin_backward(self) -> None:
+        """The chunk's backward begins."""
         self._acquire(-1)
 
     def end_backward(self) -> None:
+        """The chunk's backward is over."""
         self._close()
         self._release(-1)
 
