@@ -5,6 +5,7 @@ every rank's tensor in place and writes the result to all of them, so nothing is
 torch.distributed does the work.
 """
 
+import functools
 import math
 import mmap
 import os
@@ -424,6 +425,34 @@ class Exchange:
         assert self._under_way
         self._link.wait_for_others()
         self._under_way = False
+
+
+class Totals:
+    """Sums of small tensors in host memory over an axis, which run while the ranks go on.
+
+    Args:
+        axis: the ranks. Collective over it.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._exchange = Exchange(axis, torch.device("cpu")) if axis.size > 1 else None
+        self._last: Callable[[], Tensor] | None = None
+
+    def start(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum `tensor`, of the same shape on all ranks. Returns a function that waits and returns the sum,
+        whenever and as often as it is called."""
+        if self._exchange is None:
+            return lambda: tensor
+        if self._last is not None:
+            self._last()
+        buffer = self._exchange.buffer(tuple(tensor.shape), tensor).copy_(tensor)
+        self._last = functools.cache(self._exchange.start_sum(buffer))
+        return self._last
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 def sum_of_squares(tensor: Tensor) -> float:

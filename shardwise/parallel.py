@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import batch as batches
@@ -55,27 +54,20 @@ class StepMetrics:
 
     def __init__(
         self,
-        totals: Tensor,
-        work: dist.Work | None,
+        totals: Callable[[], Tensor],
         tokens: Callable[[], int],
         norm: float | None,
         skipped: bool,
         loss_scale: float | None = None,
     ) -> None:
         self.loss_scale = loss_scale
-        self._totals, self._work, self._tokens = totals, work, tokens
+        self._totals, self._tokens = totals, tokens
         self.gradient_norm = norm
         self.skipped = skipped
 
-    def _wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._totals
-
     @property
     def loss(self) -> float:
-        return float(self._wait()[0]) / max(1, self.tokens)
+        return float(self._totals()[0]) / max(1, self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -83,7 +75,7 @@ class StepMetrics:
 
     @property
     def faulty_rank(self) -> int | None:
-        flags = self._wait()[1:]
+        flags = self._totals()[1:]
         return int(flags.argmax()) if bool(flags.any()) else None
 
 
@@ -146,6 +138,8 @@ class Parallel:
         self._group_of = update_groups(schedule)
         self._rows: dict[str, tuple[Step, ...]] = {}
         self._events: list[Event] = []
+        names = ("world", "data", "stage") if schedule.asynchronous else ("world", "data")
+        self._sums = {name: collectives.Totals(mesh.axis(name)) for name in names}
 
     # Shares of a batch
 
@@ -209,11 +203,9 @@ class Parallel:
             # Every tensor rank of the last stage has the same loss; context ranks have parts of it.
             totals[0] /= self.mesh.sizes["tensor"]
             losses.clear()
-        work = None
-        if self.mesh.num_ranks > 1:
-            work = dist.all_reduce(totals, group=self.mesh.axis("world").group, async_op=True)
         scale = self.loss_scale.value if self.loss_scale is not None else None
-        return StepMetrics(totals, work, lambda: int(counts().sum()), self._norm, self._skipped, scale)
+        everyone = self._sums["world"].start(totals)
+        return StepMetrics(everyone, lambda: int(counts().sum()), self._norm, self._skipped, scale)
 
     def drain(self) -> None:
         """Finish what an asynchronous schedule has in flight; does nothing for a synchronous one, or twice."""
@@ -274,17 +266,7 @@ class Parallel:
         if training:
             for number, (_, targets) in enumerate(parts):
                 counts[self._group_of[number]] += self._loss.count(targets).cpu()
-        axis = self.mesh.axis("data")
-        work: list[dist.Work | None] = [None]
-        if training and axis.size > 1:
-            work[0] = dist.all_reduce(counts, group=axis.group, async_op=True)
-
-        def wait() -> Tensor:
-            if work[0] is not None:
-                work[0].wait()
-                work[0] = None
-            return counts
-
+        wait = self._sums["data"].start(counts) if training else lambda: counts
         for number, (inputs, targets) in enumerate(map(self._assembly.local, parts)):
             group = self._group_of[number]
             self._runner.feed(
@@ -358,9 +340,8 @@ class Parallel:
         of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
         if self.clip is None and self.loss_scale is None:
             return Scale()
-        total = torch.tensor([square], dtype=torch.float64)
-        collectives.all_reduce(total, self.mesh.axis(axis))
-        self._norm = math.sqrt(float(total)) / of_loss if math.isfinite(float(total)) else float(total)
+        total = float(self._sums[axis].start(torch.tensor([square], dtype=torch.float64))())
+        self._norm = math.sqrt(total) / of_loss if math.isfinite(total) else total
         if not math.isfinite(self._norm):
             self._skipped = True
             return None
@@ -574,6 +555,8 @@ class Parallel:
         for division in self._assembly.closes:
             division.close()
         self._runner.wire.close()
+        for sums in self._sums.values():
+            sums.close()
 
 
 def fingerprint(tensor: Tensor) -> str:

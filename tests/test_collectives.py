@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.collectives import CACHE_ELEMENTS, Exchange, HostLink, HostMemory
+from shardwise.collectives import CACHE_ELEMENTS, Exchange, HostLink, HostMemory, Totals
 from shardwise.layout import share
 from shardwise.mesh import Mesh
 from tests.pool import run_ranks
@@ -211,3 +211,20 @@ IDENTITY = collectives.machine_identity
 
 def test_ranks_of_two_machines_do_not_share_memory() -> None:
     assert run_ranks(elsewhere, 2) == [None, None]
+
+
+def late_totals(num_ranks: int) -> list[list[float]]:
+    axis = Mesh({"replicate": num_ranks}).axis("replicate")
+    totals = Totals(axis)
+    waits = [totals.start(torch.tensor([float(axis.rank), float(number)])) for number in range(5)]
+    found = [wait().tolist() for wait in reversed(waits)]
+    found.append(waits[2]().tolist())
+    totals.close()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_totals_are_read_late_and_often(num_ranks: int) -> None:
+    ranks = sum(range(num_ranks))
+    expected = [[ranks, number * num_ranks] for number in (4, 3, 2, 1, 0, 2)]
+    assert run_ranks(late_totals, num_ranks, num_ranks) == [expected] * num_ranks
