@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,16 +56,16 @@ class Spec:
         )
         return filled
 
-    @property
+    @cached_property
     def plain(self) -> "Spec":
         """The same without marks of what is shared."""
         return Spec(tree_map_only(TensorSpec, lambda item: replace(item, shared=False), self.items))
 
-    @property
+    @cached_property
     def tensors(self) -> list[TensorSpec]:
         return [item for item in tree_leaves(self.items) if isinstance(item, TensorSpec)]
 
-    @property
+    @cached_property
     def gradients(self) -> list[TensorSpec]:
         """The tensors whose gradients are sent back."""
         return [item for item in self.tensors if item.requires_grad]
@@ -120,14 +121,14 @@ class Wire:
             ValueError: it does not consist of what earlier messages for inputs of these shapes did.
         """
         spec = Spec.of(values)
-        if len(spec.tensors) > _HEADER_LENGTH:
-            raise ValueError(
-                f"a stage passes on {len(spec.tensors)} tensors; at most {_HEADER_LENGTH} can be sent, so pass fewer, "
-                "larger ones"
-            )
         tensors = [v.detach() for v in tree_leaves(values) if isinstance(v, Tensor)]
         earlier = self.known(boundary, signature)
         if earlier is None:
+            if len(tensors) > _HEADER_LENGTH:
+                raise ValueError(
+                    f"a stage passes on {len(tensors)} tensors; at most {_HEADER_LENGTH} can be sent, so pass fewer, "
+                    "larger ones"
+                )
             spec = self._shared(spec, tensors)
             header = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
             self._send(torch.tensor([header.numel()]), peer, self._tag(Kind.F, microbatch, boundary, _HEADER_LENGTH))
