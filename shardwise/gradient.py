@@ -102,8 +102,9 @@ class Slot:
         self._written()
 
     def add(self, value: Tensor) -> None:
-        """Add `value`."""
+        """Add `value`, which may be sparse."""
         view = self._memory()
+        value = value.to_dense() if value.is_sparse else value
         if self.fresh:
             view.copy_(value)
         else:

@@ -112,7 +112,12 @@ def parallelize(
         "bucket_bytes": bucket_bytes,
     }
     collectives.agree(mesh.axis("world"), _facts(model, plan, decays, given))
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip = {clip} would stop every update; choose more than 0, or None to clip nothing")
     _refuse_batch_statistics(model, plan)
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
 
     # 1. Stages
     schedule = build_schedule(plan)

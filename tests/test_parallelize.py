@@ -60,6 +60,13 @@ def check(name: str, plan: dict[str, Any]) -> Report:
         ("named", F1B),
         ("named", F1B | {"schedule": "pipedream"}),
         *(
+            (f"checkpointed{how}", plan)
+            for how in ("", "_reentrant")
+            for plan in (ZB, {"shard": 2, "zero": 3}, {"replicate": 2})
+        ),
+        *(("sparse", plan) for plan in (F1B, {"replicate": 2, "microbatches": 2}, {"shard": 2, "zero": 2})),
+        ("channels_last", F1B),
+        *(
             (name, {"shard": 2, "zero": zero, "microbatches": 2})
             for name in ("repeated", "twice")
             for zero in (1, 2, 3)
@@ -100,6 +107,29 @@ def test_gradients_left_from_before_do_not_count() -> None:
         parallel.step(batch)
     for name, gradient in found[0].full_gradients().items():
         assert torch.equal(gradient, found[1].full_gradients()[name]), name
+
+
+def test_a_backward_of_ones_own_before_or_between_steps_does_not_count() -> None:
+    batches = user_models.batches(2, 3)
+    quiet, curious = one(user_models.make("plain")), one(user_models.make("plain"))
+    for batch in batches:
+        curious.model(torch.ones(5, 4)).sum().backward()
+        for parallel in (quiet, curious):
+            parallel.step(batch)
+    for name, value in quiet.full_parameters().items():
+        assert torch.equal(value, curious.full_parameters()[name]), name
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
+def test_a_clip_that_stops_everything_is_refused(clip: float) -> None:
+    with pytest.raises(ValueError, match=f"clip = {clip} .*; choose more than 0, or None"):
+        one(user_models.make("plain"), clip=clip)
+
+
+def test_complex_parameters_are_refused_and_not_cut_in_half() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="parameter '0' is complex; keep its real and imaginary parts"):
+        one(model)
 
 
 def test_a_copy_of_a_parallel_model_computes_with_its_own_weights() -> None:

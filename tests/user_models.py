@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.batch import Batch
 from shardwise.loss import Loss
@@ -162,6 +163,67 @@ def partly_frozen() -> nn.Module:
 
 def frozen() -> nn.Module:
     return plain().requires_grad_(False)
+
+
+class Checkpointed(nn.Module):
+    """Computes its layers again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.Tanh(), nn.Conv1d(WIDTH, WIDTH, 1), nn.Dropout(0.5), linear())
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.layers, x, use_reentrant=self.reentrant)
+        return y
+
+
+def checkpointed() -> nn.Module:
+    return nn.Sequential(linear(), Checkpointed(False), Checkpointed(False), linear())
+
+
+def checkpointed_reentrant() -> nn.Module:
+    return nn.Sequential(linear(), Checkpointed(True), Checkpointed(True), linear())
+
+
+class Sparse(nn.Module):
+    """A table whose gradient autograd gives as rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, sparse=True)
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x[..., 0] * 5).long()
+        return self.linear(self.table(index))
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(Sparse(), linear(), linear())
+
+
+def channels_last() -> nn.Module:
+    model = nn.Sequential(
+        Unflat(), nn.Conv2d(1, 2, 3, padding=1), Flat(), nn.Linear(2 * WIDTH * WIDTH, WIDTH * WIDTH), Square()
+    )
+    model[1].weight.data = model[1].weight.data.to(memory_format=torch.channels_last)
+    return model
+
+
+class Unflat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(1)
+
+
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, WIDTH, WIDTH)
 
 
 def normalised() -> nn.Module:

@@ -377,6 +377,7 @@ class Buckets:
         self._last_weights = False
         self._next = 0
         self.begin()
+        self.spent = True  # what lands before the first step does not count
 
     def __iter__(self) -> Iterator[tuple[Bucket, Entry]]:
         for bucket in self.buckets:
@@ -423,7 +424,7 @@ class Buckets:
         self._last_weights |= weights
 
     def _landed(self, slot: Slot) -> None:
-        if not (self._last_weights if slot.direct else self._last_backward):
+        if self.spent or not (self._last_weights if slot.direct else self._last_backward):
             return
         slot.landed += 1
         index, bucket = self._home[slot.name]
