@@ -5,6 +5,7 @@ every rank's tensor in place and writes the result to all of them, so nothing is
 torch.distributed does the work.
 """
 
+import contextlib
 import functools
 import math
 import mmap
@@ -450,7 +451,10 @@ class Totals:
         return self._last
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets, once the last sum is there for whoever asks later."""
+        if self._last is not None:
+            with contextlib.suppress(RuntimeError):  # a peer that is gone is told to who asks for the sum
+                self._last()
         if self._exchange is not None:
             self._exchange.close()
 

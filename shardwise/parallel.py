@@ -131,6 +131,8 @@ class Parallel:
         self._device = mesh.device()
         self._rank = mesh.axis("pipeline").rank
         self._rounds_run = 0  # steps since the pipeline was last empty
+        self._broken = False  # an error has left a step half done
+        self._compared = False  # whether ranks that read the same rows have been found to do so
         self._lr = optimizer.lr if optimizer is not None else 0.0
         self._norm: float | None = None
         self._skipped = False
@@ -172,22 +174,23 @@ class Parallel:
             to the next call, or to `drain`.
 
         Raises:
-            ValueError: the model was built without an optimizer, or the batch has fewer rows than there are
-                microbatches.
+            ValueError: the model was built without an optimizer, the batch has fewer rows than there are microbatches,
+                or, in the first step, ranks of a data rank were given different batches.
+            RuntimeError: a peer is gone, or an earlier step has failed.
         """
         if self._optimizer is None:
             raise ValueError("this model has no optimizer: pass parallelize(..., optimizer=shardwise.AdamW())")
+        if not self._compared:
+            self._compare(batch)
         self._lr = self._optimizer.lr if lr is None else lr
         num_microbatches = self.schedule.num_microbatches
         first = self._rounds_run * num_microbatches
         counts = self._feed(batch, first, training=True)
-        state = torch.get_rng_state()
         self._skipped = False
         self._updates_left = len(self.chunks)
         if self.loss_scale is not None:
             self._runner.loss_scale = self.loss_scale.value
-        self._runner.run(self._steps("next" if self._rounds_run else "first"), first)
-        torch.set_rng_state(state)
+        self._run(self._steps("next" if self._rounds_run else "first"), first)
         self._note(first)
         if self.schedule.asynchronous:
             self._rounds_run += 1
@@ -212,10 +215,8 @@ class Parallel:
         if not self.schedule.asynchronous or self._rounds_run == 0:
             return
         first = self._rounds_run * self.schedule.num_microbatches
-        state = torch.get_rng_state()
         rows = drain_rows(self.schedule, self._rounds_run)
-        self._runner.run(transfers(self.schedule, self._rank, rows), first)
-        torch.set_rng_state(state)
+        self._run(transfers(self.schedule, self._rank, rows), first)
         self._runner.finish()
         self._rounds_run = 0
         for chunk in self.chunks:
@@ -251,6 +252,34 @@ class Parallel:
         collectives.all_reduce(totals, self.mesh.axis("world"))
         return float(totals[0]), round(float(totals[1]))
 
+    def _run(self, steps: tuple[Step, ...], first: int) -> None:
+        """Run a row of training; the program's own random numbers go on as if it had not been."""
+        if self._broken:
+            raise RuntimeError(
+                "an earlier step has failed midway and left gradients of a part of its batch: build the model anew "
+                "and load a checkpoint"
+            )
+        state = torch.get_rng_state()
+        self._broken = True
+        self._runner.run(steps, first)
+        self._broken = False
+        torch.set_rng_state(state)
+
+    def _compare(self, batch: Batch) -> None:
+        """See that all ranks of a data rank were given the same rows: each uses what it needs of its own copy."""
+        self._compared = True
+        if self.mesh.num_ranks == self.num_data_ranks:
+            return
+        mine = self.data_rank, [fingerprint(tensor) for tensor in batches.tensors(batch)]
+        first: dict[int, tuple[int, list[str]]] = {}
+        for rank, (share_of, prints) in enumerate(collectives.all_gather_object(mine, self.mesh.axis("world"))):
+            other, right = first.setdefault(share_of, (rank, prints))
+            if prints != right:
+                raise ValueError(
+                    f"ranks {other} and {rank} are both data rank {share_of} and were given different batches: give "
+                    "every rank the rows of parallel.data_rank, parallel.share(global batch) for instance"
+                )
+
     def _feed(self, batch: Batch, first: int, training: bool) -> Callable[[], Tensor]:
         """Give the runner the batch's microbatches, numbered from `first`. Returns the global counts by update, once
         they are there."""
@@ -265,7 +294,7 @@ class Parallel:
         counts = torch.zeros(max(self._group_of) + 1, dtype=torch.int64)
         if training:
             for number, (_, targets) in enumerate(parts):
-                counts[self._group_of[number]] += self._loss.count(targets).cpu()
+                counts[self._group_of[number]] += torch.as_tensor(self._loss.count(targets)).cpu()
         wait = self._sums["data"].start(counts) if training else lambda: counts
         for number, (inputs, targets) in enumerate(map(self._assembly.local, parts)):
             group = self._group_of[number]
@@ -490,7 +519,7 @@ class Parallel:
         Changes nothing."""
         num = self.schedule.num_microbatches
         example = batches.in_precision(batches.to_device(example, self._device), self._dtype)
-        count = self._loss.count(example[1])
+        count = torch.as_tensor(self._loss.count(example[1]))
         example = self._assembly.local(example)
         rows = tuple(tuple(action for action in row if action.kind is not Kind.U) for row in self.schedule.rows)
         steps = transfers(self.schedule, self._rank, rows)

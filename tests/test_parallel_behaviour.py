@@ -166,6 +166,62 @@ def test_what_a_model_without_an_optimizer_cannot_do_is_said() -> None:
         make({"microbatches": 5}).step(batch)
 
 
+def test_a_count_may_be_a_plain_number() -> None:
+    parallel = make({"microbatches": 2}, loss=Loss(user_models.squares.sum, lambda targets: targets.shape[0]))  # type: ignore[arg-type, return-value]
+    (batch,) = user_models.batches(1, 4)
+    assert parallel.step(batch).tokens == 4
+    assert parallel.evaluate(batch)[1] == 4
+
+
+def test_after_an_error_within_a_step_there_is_no_next_one() -> None:
+    """Half of its gradients would be in the next step's."""
+    parallel = parallelize(small_models.build({}), Plan(microbatches=2), optimizer=SGD(lr=0.1))
+    good, bad = small_models.make_batches(2, 4, 3)
+    bad[1][3] = small_models.VOCABULARY  # in the second microbatch
+    parallel.step(good)
+    before = state_bits(parallel)
+    with pytest.raises(IndexError, match="outside the 13 tokens"):
+        parallel.step(bad)
+    with pytest.raises(RuntimeError, match="an earlier step has failed midway .*: build the model anew"):
+        parallel.step(good)
+    assert state_bits(parallel) == before  # what there is can be saved
+
+
+def misled(plan: dict[str, Any]) -> str:
+    """Every rank reads rows by its own number, though only data ranks read different ones."""
+    parallel = make(plan)
+    (batch,) = user_models.batches(1, 8)
+    rank = parallel.mesh.rank
+    try:
+        parallel.step((batch[0][2 * rank : 2 * rank + 2], batch[1][2 * rank : 2 * rank + 2]))
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_ranks_that_should_have_the_same_rows_and_do_not_are_told() -> None:
+    line = "ranks 0 and 1 are both data rank 0 and were given different batches: give every rank the rows of"
+    assert all(text.startswith(line) for text in run_ranks(misled, 2, {"pipeline": 2}))
+    line = line.replace("and 1", "and 2")
+    assert all(text.startswith(line) for text in run_ranks(misled, 4, {"pipeline": 2, "replicate": 2}))
+    assert run_ranks(misled, 2, {"replicate": 2}) == ["not refused"] * 2
+
+
+def late() -> tuple[float, int]:
+    parallel = make({"replicate": 2})
+    (batch,) = user_models.batches(1, 4)
+    metrics = parallel.step(parallel.share(batch))
+    parallel.close()
+    return metrics.loss, metrics.tokens
+
+
+def test_metrics_may_be_read_when_all_is_over() -> None:
+    left, right = run_ranks(late, 2)
+    assert left == right
+    assert left[0] > 0
+    assert left[1] == 4
+
+
 # Random numbers
 
 
