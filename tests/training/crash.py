@@ -39,7 +39,7 @@ def small_job(
     return Config(
         model=ModelConfig(layers=2, hidden=32, heads=2, sequence=32, dropout=0.1),
         data=DataConfig(
-            source=str(Path(launch.__file__).parent),
+            source=str(Path(launch.__file__).parent / "*.py"),
             tokenizer="bytes",
             sequence=32,
             batch=4,
