@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import uuid
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise import models
+from shardwise import collectives, models
 from shardwise.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Override
 from shardwise.plan import Plan
 from shardwise.verify import Difference, Report, verify
@@ -185,6 +186,33 @@ def test_single_precision_agrees_to_its_own_rounding_and_no_further() -> None:
     report = run_ranks(shipped, 2, "llama", plan, "fp32", 1e-9)[0]
     assert not report.agrees
     assert not run_ranks(shipped, 2, "llama", plan, "fp32", 0.0)[0].agrees  # asked for bitwise, not for the default
+
+
+def apart(name: str, plan: dict[str, Any]) -> Report:
+    """As if every rank were on a machine of its own."""
+    identity = collectives.machine_identity
+    collectives.machine_identity = lambda: uuid.uuid4().hex
+    try:
+        return shipped(name, plan, "fp64", None)
+    finally:
+        collectives.machine_identity = identity
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"replicate": 3},
+        {"shard": 2, "zero": 1},
+        {"shard": 2, "zero": 2, "microbatches": 2},
+        {"shard": 2, "replicate": 2, "zero": 3},
+        {"pipeline": 2, "replicate": 2, "microbatches": 2},
+        {"pipeline": 2, "tensor": 2, "sequence": True, "microbatches": 2},
+    ],
+    ids=str,
+)
+def test_ranks_on_machines_of_their_own_compute_the_same(plan: dict[str, Any]) -> None:
+    report = run_ranks(apart, Plan(**plan).num_ranks, "llama", plan)[0]
+    assert report.agrees, report.describe()
 
 
 # A user's own
