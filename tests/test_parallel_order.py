@@ -1,4 +1,4 @@
-"""In which order things happen, where gradients lie, which versions there are, and what others do when a rank is gone."""
+"""The order of events, where gradients lie, weight versions, and what others do when a rank is gone."""
 
 import copy
 import os
