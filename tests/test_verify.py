@@ -107,7 +107,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
 
 
 @settings(
-    max_examples=int(os.environ.get("SHARDWISE_EXAMPLES", "25")),
+    max_examples=int(os.environ.get("SHARDWISE_EXAMPLES", "20")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
