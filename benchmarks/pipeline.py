@@ -7,6 +7,7 @@ step without communication: the same work on the same two cores, and nothing to 
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -196,38 +197,115 @@ def compare(contenders: list[dict[str, Any]], rounds: int, record: int = 0) -> d
     expected = [alone(number) for number in range(CHECKED)]
     predictions = {}
     if record:
-        predictions = {contender.label: _predict(common, settings, ours[contender], record) for contender in ours}
+        rows = functools.partial(common.batch, settings)
+        predictions = {contender.label: _predict(parallel, rows, record) for contender, parallel in ours.items()}
     return {"times": asdict(times), "expected": expected, "predictions": predictions}
 
 
-def _predict(common: Any, settings: Any, parallel: Any, steps: int) -> dict[str, float]:
-    """Milliseconds of a step: measured, and simulated from the median F, B, W and U of the same steps."""
+def _predict(parallel: Any, batch: Callable[[int], Any], steps: int) -> dict[str, float]:
+    """Milliseconds of a step: measured, and simulated from the median F, B, W, U and latency of the same steps."""
     import torch.distributed as dist
 
     from shardwise.pipeline_parallel.simulator import Costs, simulate, steady_step
 
-    parallel.step(common.batch(settings, 0))
+    parallel.step(batch(0))
     dist.barrier()
     parallel.record()
-    began = time.perf_counter()
     took = []
     for number in range(steps):
         start = time.perf_counter()
-        metrics = parallel.step(common.batch(settings, number))
+        metrics = parallel.step(batch(number))
         if not parallel.schedule.asynchronous:
             _ = metrics.loss
             took.append(time.perf_counter() - start)
             dist.barrier()
-    whole = (time.perf_counter() - began) / steps
     timeline = parallel.timeline()
-    costs = Costs.measured(timeline, parallel.schedule.total_stages)
+    latency = _latency(timeline)
+    costs = Costs.measured(timeline, parallel.schedule.total_stages, latency)
     if parallel.schedule.asynchronous:
-        measured, predicted = whole, steady_step(parallel.schedule, costs)
+        measured, predicted = _period(timeline), steady_step(parallel.schedule, costs)
     else:
         measured, predicted = statistics.median(took), simulate(parallel.schedule, costs).makespan
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
-    return {"measured": max(everyone) * 1e3, "predicted": float(predicted) * 1e3}
+    return {"measured": max(everyone) * 1e3, "predicted": float(predicted) * 1e3, "latency": latency * 1e3}
+
+
+def _period(timeline: Any) -> float:
+    """The median time from one step's start to the next one's, on the rank where that is longest."""
+    periods = []
+    for row in timeline.rows:
+        starts = [float(next(events).start) for _, events in itertools.groupby(row, key=lambda event: event.step)]
+        periods.append(statistics.median(after - before for before, after in itertools.pairwise(starts)))
+    return max(periods)
+
+
+def _latency(timeline: Any) -> float:
+    """The median time from the end of an action to the start of one on another rank that waited for it."""
+    from shardwise.pipeline_parallel.clock import Need, needs
+    from shardwise.pipeline_parallel.schedule import passes
+
+    last = max(event.stage for event in timeline.events)
+    made = {
+        (event.step, Need(kind, event.stage, event.action.microbatch)): event
+        for event in timeline.events
+        for kind in passes(event.action)
+    }
+    found = []
+    for row in timeline.rows:
+        for before, event in itertools.pairwise(row):
+            for need in needs(event.action, event.stage, last):
+                maker = made.get((event.step, need))
+                if maker is not None and maker.rank != event.rank and maker.end > before.end:
+                    found.append(float(event.start - maker.end))
+    return max(0.0, statistics.median(found)) if found else 0.0
+
+
+def asleep(milliseconds: float, microbatches: int, steps: int) -> dict[str, dict[str, float]]:
+    """`_predict` for stages that sleep: more ranks than cores, none in another's way.
+
+    Args:
+        milliseconds: that a rank's share of F, of B and of W each sleeps.
+    """
+    import torch
+    from torch import Tensor, nn
+
+    from shardwise import SGD, Plan, parallelize
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, seconds: float, again: float) -> Tensor:
+            ctx.again = again
+            time.sleep(seconds)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+            time.sleep(ctx.again)
+            return gradient, None, None
+
+    class Sleeper(nn.Module):
+        """Its input's gradient and its weight's are a pass of their own."""
+
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds = seconds
+            self.weight = nn.Parameter(torch.zeros(1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Sleep.apply(x, self.seconds, self.seconds) + Sleep.apply(self.weight, 0.0, self.seconds)
+
+    harness.connect()
+    _, num_ranks = harness.place()
+    inputs = torch.zeros(microbatches, 1)
+    found = {}
+    for contest in CONTESTS:
+        chunks = len(contest.split) // NUM_RANKS
+        plan = Plan(pipeline=num_ranks, schedule=contest.schedule, chunks=chunks, microbatches=microbatches)
+        model = nn.Sequential(*(Sleeper(milliseconds / chunks / 1e3) for _ in range(num_ranks * chunks)))
+        parallel = parallelize(model, plan, loss=lambda output, _: output.sum(), optimizer=SGD(lr=0.0))
+        found[contest.schedule] = _predict(parallel, lambda _: (inputs, inputs), steps)
+    return found
 
 
 def hold(contender: dict[str, Any], steps: int) -> list[dict[str, float]]:
@@ -334,10 +412,10 @@ def run() -> None:
         _search(4 if options.quick else 8)
         return
     for microbatches in MICROBATCHES:
-        _contests(microbatches, (4 if options.quick else 18) * 4 // microbatches, memory=not options.quick)
+        _contests(microbatches, (4 if options.quick else 16) * 4 // microbatches, not options.quick)
     _overheads(5 if options.quick else 20)
     if not options.quick:
-        _others(rounds=2, steps=16)
+        _others(rounds=2, steps=14)
 
 
 def _compare(contenders: list[Contender], rounds: int, record: int = 0) -> tuple[harness.Times, dict[str, Any]]:
@@ -373,12 +451,13 @@ def _ideal(contender: Contender) -> float:
     return 1 + float(steady_bubble(schedule) if schedule.asynchronous else simulate(schedule).flush_bubble)
 
 
-def _contests(microbatches: int, rounds: int, memory: bool) -> None:
+def _contests(microbatches: int, rounds: int, whole: bool) -> None:
+    first = microbatches == MICROBATCHES[0]
     pairs = [(contest.ours(microbatches), list(contest.theirs(microbatches))) for contest in CONTESTS]
     everyone = [each for ours, theirs in pairs for each in (ours, *theirs)]
-    times, found = _compare(everyone, rounds, record=8)
+    times, found = _compare(everyone, rounds, record=8 if first else 0)
     held = {}
-    if memory and microbatches == MICROBATCHES[0]:
+    if whole and first:
         for ours, theirs in pairs:
             for each in (ours, *theirs[:1]):
                 held[each] = harness.run_ranks("benchmarks.pipeline:hold", contender=asdict(each), steps=5)
@@ -400,15 +479,33 @@ def _contests(microbatches: int, rounds: int, memory: bool) -> None:
             )
     header = ["step", "layers", "median ms", "x reference", "x ideal", "ours / it", "CPU ms", "own MB", "resident MB"]
     print(f"{microbatches} microbatches, {rounds} rounds in turn:\n\n{harness.table(header, rows)}\n")
-    for each in everyone:
-        if not each.asynchronous:
-            print(harness.agreement(each.label, times.losses[each.label], found["expected"]))
-    rows = [
-        [label, f"{both['measured']:.1f}", f"{both['predicted']:.1f}", f"{both['measured'] / both['predicted']:.3f}"]
-        for label, both in found["predictions"].items()
+    lines = [
+        harness.agreement(each.label, times.losses[each.label], found["expected"])
+        for each in everyone
+        if not each.asynchronous
     ]
-    print("\nA step as measured, and as the simulator puts it together from its median F, B, W and U:\n")
-    print(harness.table(["schedule", "measured ms", "simulated ms", "ratio"], rows) + "\n")
+    print("\n".join(lines) + "\n")
+    if not first:
+        return
+    print("A step as measured, and as the simulator puts it together from its median F, B, W, U and latency:\n")
+    _show_predictions(found["predictions"])
+    found = harness.run_ranks("benchmarks.pipeline:asleep", 4, milliseconds=10, microbatches=8, steps=5)
+    print("The same on four ranks whose stages sleep 10 ms for a rank's F, B and W each, 8 microbatches:\n")
+    _show_predictions(found)
+
+
+def _show_predictions(found: dict[str, dict[str, float]]) -> None:
+    rows = [
+        [
+            name,
+            f"{each['latency']:.2f}",
+            f"{each['measured']:.1f}",
+            f"{each['predicted']:.1f}",
+            f"{each['measured'] / each['predicted']:.3f}",
+        ]
+        for name, each in found.items()
+    ]
+    print(harness.table(["schedule", "latency ms", "measured ms", "simulated ms", "ratio"], rows) + "\n")
 
 
 def _overheads(rounds: int) -> None:
