@@ -50,11 +50,6 @@ class LossScale:
     def value(self) -> float:
         return float(self.state[0])
 
-    @property
-    def at_floor(self) -> bool:
-        """Whether it cannot fall further: gradients that still overflow do so by themselves."""
-        return self.value <= SMALLEST
-
     def count(self, overflowed: bool) -> None:
         """Take note of a step."""
         scale, clean = self.state.tolist()

@@ -108,7 +108,6 @@ def test_the_scale_grows_after_clean_steps_within_its_bounds() -> None:
     for _ in range(50):
         scale.count(overflowed=True)
     assert scale.value == SMALLEST
-    assert scale.at_floor
     for _ in range(30 * GROWTH_STEPS):
         scale.count(overflowed=False)
     assert scale.value == LARGEST

@@ -3,6 +3,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwise.training.evaluation import HeldOut
 from shardwise.training.faults import JobStopped
 from shardwise.training.trainer import Trainer
 from tests.pool import run_ranks
-from tests.training.fake import FakeParallel, FakeSamples, world
+from tests.training.fake import FakeParallel, FakeSamples, StepMetrics, world
 
 
 class Stopping(FakeSamples):
@@ -199,6 +200,38 @@ def test_too_many_skips_in_a_row_stop(tmp_path: Path) -> None:
     made = trainer(tmp_path, Poison(), train_on_nonfinite="skip", train_max_skips=3)
     with pytest.raises(JobStopped, match=r"step 6: .*4 steps in a row were skipped, more than train.max_skips"):
         made.fit()
+
+
+class Overflowing(FakeParallel):
+    """Gradients that fp16 cannot hold, in the steps from `first` to `last`."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(noise=0.0)
+        self.first_overflow, self.last_overflow = first, last
+        self.scale, self.calls = 8.0, 0
+
+    def step(self, batch: tuple[Tensor, Tensor], lr: float | None = None) -> StepMetrics:
+        self.calls += 1
+        if not self.first_overflow <= self.calls <= self.last_overflow:
+            return replace(super().step(batch, lr), loss_scale=self.scale)
+        self.scale = max(1.0, self.scale / 2)
+        return StepMetrics(2.0, math.inf, 24, True, loss_scale=self.scale)
+
+
+def test_fp16_overflows_are_skipped_whatever_a_nonfinite_loss_does(tmp_path: Path) -> None:
+    made = trainer(tmp_path, parallel=Overflowing(3, 4), train_on_nonfinite="stop")
+    made.fit()
+    assert made.progress.step == 12
+    assert made.progress.updates == 10
+    events = [row for row in metrics.read(tmp_path / "metrics.jsonl") if row["kind"] == "event"]
+    assert [(event["step"], event["loss_scale"]) for event in events] == [(3, 4.0), (4, 2.0)]
+
+
+def test_fp16_overflows_that_do_not_end_stop_with_the_cause(tmp_path: Path) -> None:
+    made = trainer(tmp_path, parallel=Overflowing(2, 100))
+    with pytest.raises(JobStopped, match=r"step 4: gradients overflow fp16 even with a loss scale of 1.*bf16.*lr"):
+        made.fit()
+    assert made.progress.updates == 1
 
 
 def differing(run: str, what: str) -> str:
