@@ -26,7 +26,7 @@ from shardwise.loss import Loss, as_loss, cross_entropy
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
-from shardwise.parallel import Assembly, Parallel, fingerprint, version_table
+from shardwise.parallel import Parallel, version_table
 from shardwise.pipeline_parallel import schedule as schedules
 from shardwise.pipeline_parallel.runner import Runner
 from shardwise.pipeline_parallel.schedule import Kind, Schedule
@@ -35,6 +35,7 @@ from shardwise.pipeline_parallel.stages import Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
 from shardwise.plan_values import SCHEDULE_FILES
+from shardwise.state import Assembly, fingerprint
 from shardwise.tensor_parallel.context import divide
 from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers

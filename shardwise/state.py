@@ -1,0 +1,182 @@
+"""What a rank holds, by name: for checkpoints, for comparison, and counted in bytes."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import collectives
+from shardwise.batch import Batch
+from shardwise.chunk import ModelChunk
+from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
+from shardwise.data_parallel.reducer import Reducer
+from shardwise.layout import Layout, Place
+from shardwise.mesh import Axis, Mesh
+from shardwise.optimizers.optimizer import Optimizer
+from shardwise.pieces import Pieces, pieces_of
+from shardwise.pipeline_parallel.runner import Runner
+from shardwise.tensor_parallel.division import Division
+
+
+@dataclass
+class Assembly:
+    """What `parallelize` has put together for this rank."""
+
+    model: nn.Module
+    chunks: list[ModelChunk]
+    shared: list[Buckets]  # parameters that several stages hold
+    frozen: dict[str, nn.Parameter]
+    persistent: dict[str, Tensor]  # buffers that belong to the state
+    holders: dict[str, int]  # by name of parameter or buffer, the pipeline rank that answers for it
+    reducer: Reducer
+    splits: dict[str, Axis]  # the axes that layouts divide parameters over
+    closes: list[Division]
+    runner: Runner
+    order: list[str]  # parameter names as the whole model registers them
+    layouts: dict[str, Layout]
+    stage_parameters: list[list[str]]  # by stage, the names of its parameters
+    local: Callable[[Batch], Batch]  # of a microbatch, the part this context rank computes
+
+
+class State:
+    """The state of an assembled model by name. No microbatch may be in flight."""
+
+    def __init__(self, parts: Assembly, mesh: Mesh, optimizer: Optimizer | None) -> None:
+        self._parts, self._mesh, self._optimizer = parts, mesh, optimizer
+
+    def entries(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
+        """Every trained parameter this rank holds: its bucket, and the bucket's newest values (at stage 3 without
+        memory)."""
+        for chunk in self._parts.chunks:
+            for bucket, values in chunk.values():
+                for entry in bucket.entries:
+                    yield bucket, entry, values
+        for buckets in self._parts.shared:
+            for bucket, entry in buckets:
+                yield bucket, entry, bucket.values
+
+    def by_name(self) -> dict[str, Tensor | Pieces]:
+        """This rank's parts of parameters and buffers, "model/<name>", and of "optimizer/<parameter>/<moment>"."""
+        state: dict[str, Tensor | Pieces] = {}
+        places: dict[str, Place] = dict(self._parts.splits)
+        for bucket in {id(bucket): bucket for bucket, _, _ in self.entries()}.values():
+            bucket.begin_state()
+        for bucket, entry, values in self.entries():
+            state[f"model/{entry.name}"] = bucket.value_pieces(entry, values, places)
+            if self._optimizer is not None:
+                for moment, pieces in bucket.moment_pieces(entry, self._optimizer, places).items():
+                    state[f"optimizer/{entry.name}/{moment}"] = pieces
+        for name, parameter in self._parts.frozen.items():
+            state[f"model/{name}"] = self._boxed(name, parameter.detach())
+        for name, buffer in self._parts.persistent.items():
+            state[f"model/{name}"] = buffer
+        return state
+
+    def _boxed(self, name: str, tensor: Tensor) -> Tensor | Pieces:
+        """This rank's part of something in a parameter's shape, as boxes of the whole if it is divided."""
+        layout = self._parts.layouts[name]
+        if not layout.splits:
+            return tensor
+        places = {axis: self._mesh.axis(axis) for axis in ("context", "tensor")}
+        return pieces_of(layout, places, tensor.view(-1), 0, tensor.numel())
+
+    def loaded(self) -> None:
+        """Call after tensors of `state_dict()` were overwritten in place."""
+        units = [*(chunk.buckets for chunk in self._parts.chunks), *self._parts.shared]
+        for buckets in units:
+            for bucket in buckets.buckets:
+                bucket.store()
+                if self._optimizer is not None:
+                    bucket.take_moments(self._optimizer)
+        self._parts.reducer.meet()
+        for buckets in units:
+            buckets.refresh()
+        for chunk in self._parts.chunks:
+            chunk.settle()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter (in mixed precision its master), whole, on every rank, in the model's own order."""
+        mine: dict[str, Tensor] = dict(self._parts.frozen)
+        for bucket, entry, values in self.entries():
+            whole = values if bucket.stage < 3 and not bucket.precision.mixed else bucket.whole(bucket.master)
+            mine[entry.name] = bucket.view(whole, entry)
+        return self._gather(mine)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Every trained parameter's summed gradient of the last update, before clipping, whole, on every rank."""
+        mine = {
+            entry.name: bucket.view(bucket.whole(bucket.own_gradient), entry) / bucket.scale
+            for bucket, entry, _ in self.entries()
+        }
+        return self._gather(mine)
+
+    def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        axis = self._mesh.axis("pipeline")
+        layouts = self._parts.layouts  # in one order on all ranks, unlike the entries of buckets
+        mine = {name: self._whole(mine[name], layouts[name]) for name in self._parts.order if name in mine}
+        facts = collectives.all_gather_object({name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, axis)
+        known = {name: fact for other in facts for name, fact in other.items()}
+        found = {}
+        for name in self._parts.order:
+            if name not in known:
+                continue
+            shape, dtype = known[name]
+            holder = self._parts.holders[name]
+            if axis.rank == holder:
+                tensor = mine[name].detach().clone(memory_format=torch.contiguous_format)
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=self._mesh.device())
+            found[name] = collectives.broadcast(tensor, axis, holder)
+        return found
+
+    def _whole(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """A parameter's pieces on the tensor ranks, put together."""
+        axis = self._mesh.axis("tensor")
+        if axis.size == 1 or not layout.splits:
+            return tensor
+        found = torch.empty(layout.shape, dtype=tensor.dtype, device=tensor.device)
+        for rank in range(axis.size):
+            places = {axis.name: Axis(axis.name, rank, axis.size, axis.ranks)}
+            piece = tensor.detach().contiguous() if rank == axis.rank else tensor.new_empty(layout.local_shape(places))
+            collectives.broadcast(piece, axis, rank)
+            for source, target in layout.pieces(places):
+                source.of(found).copy_(target.of(piece))
+        return found
+
+    def replicas_agree(self) -> str | None:
+        """The name of the first parameter whose bits differ between ranks that hold the same piece, None if there is
+        none."""
+        mine: dict[object, str] = {}
+        for bucket, entry, values in self.entries():
+            bucket.acquire()
+            piece = (entry.name, tuple(source for source, _ in entry.layout.pieces(self._parts.splits)))
+            mine[piece] = fingerprint(bucket.view(values, entry).clone())
+            bucket.release()
+        everyone = collectives.all_gather_object(mine, self._mesh.axis("world"))
+        found: dict[object, str] = {}
+        odd = {piece[0] for other in everyone for piece, bits in other.items() if found.setdefault(piece, bits) != bits}
+        return next((name for name in self._parts.order if name in odd), None)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes this rank holds between steps for trained parameters: "parameters", "gradients" and "optimizer" state;
+        and "buffers", what whole gradients land in during backward from ZeRO stage 2 on. Padding of buckets is counted,
+        other ranks' memory that this one maps is not."""
+        found = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0)
+        for buckets in (*(chunk.buckets for chunk in self._parts.chunks), *self._parts.shared):
+            found["buffers"] += buckets.landing_bytes
+            for bucket in buckets.buckets:
+                for kind, size in bucket.memory().items():
+                    found[kind] += size
+        for chunk in self._parts.chunks:
+            found["parameters"] += chunk.version_bytes
+        return found
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Digest of a tensor's bits, shape and dtype."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    digest = hashlib.blake2b(flat.numpy().tobytes(), digest_size=8)
+    digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+    return digest.hexdigest()
