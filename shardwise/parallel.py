@@ -30,6 +30,7 @@ from shardwise.pipeline_parallel.schedule import (
 )
 from shardwise.pipeline_parallel.timeline import Event, Timeline
 from shardwise.plan import Plan
+from shardwise.randomness import generators, restore
 from shardwise.state import Assembly, State, fingerprint
 
 
@@ -235,11 +236,11 @@ class Parallel:
                 "an earlier step has failed midway and left gradients of a part of its batch: build the model anew "
                 "and load a checkpoint"
             )
-        state = torch.get_rng_state()
+        state = generators()
         self._broken = True
         self._runner.run(steps, first)
         self._broken = False
-        torch.set_rng_state(state)
+        restore(state)
 
     def _compare(self, batch: Batch) -> None:
         """See that all ranks of a data rank were given the same rows: each uses what it needs of its own copy."""
@@ -400,7 +401,7 @@ class Parallel:
         example = self._assembly.local(example)
         rows = tuple(tuple(action for action in row if action.kind is not Kind.U) for row in self.schedule.rows)
         steps = transfers(self.schedule, self._rank, rows)
-        state = torch.get_rng_state()
+        state = generators()
         for repeat in range(repeats):
             if repeat == 1:  # the first run negotiates shapes and warms caches
                 self.record()
@@ -410,7 +411,7 @@ class Parallel:
             self._runner.run(steps, 0)
             self._runner.finish()
             self._note(0)
-        torch.set_rng_state(state)
+        restore(state)
         self._runner.losses.clear()
         for chunk in self.chunks:
             chunk.buckets.begin()

@@ -1,6 +1,16 @@
 """Random numbers of forward passes."""
 
+from typing import Any, NamedTuple
+
 import torch
+from torch import Tensor
+
+
+class Generators(NamedTuple):
+    """The states of torch's generator and, if there is one, of this process's accelerator's."""
+
+    cpu: Tensor
+    accelerator: Tensor | None
 
 
 def seed_generators(seed: int) -> None:
@@ -10,6 +20,24 @@ def seed_generators(seed: int) -> None:
     millisecond.
     """
     torch.default_generator.manual_seed(seed)
+    backend = _backend()
+    if backend is not None:
+        backend.manual_seed(seed)
+
+
+def generators() -> Generators:
+    """Where the generators stand, for `restore`."""
+    backend = _backend()
+    return Generators(torch.get_rng_state(), None if backend is None else backend.get_rng_state())
+
+
+def restore(state: Generators) -> None:
+    """Have the generators go on from `state`."""
+    torch.set_rng_state(state.cpu)
+    if state.accelerator is not None:
+        _backend().set_rng_state(state.accelerator)
+
+
+def _backend() -> Any:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        torch.get_device_module(accelerator).manual_seed(seed)
+    return None if accelerator is None else torch.get_device_module(accelerator)

@@ -14,6 +14,8 @@ from shardwise.corpus.huggingface import local_parts, read_rows
 from shardwise.corpus.reading import Meter, Part, Piece, read_files, whole_characters
 
 # Other people's packages, tests, and generated tables: not the language's own prose of code.
+# Folders of compiled code, which programs leave beside what was written.
+CACHES = {"__pycache__"}
 NOT_LIBRARY = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
@@ -111,7 +113,7 @@ def _standard_library(config: DataConfig) -> Source:
 def _find(name: str) -> list[Part]:
     path = Path(name).expanduser()
     if path.is_dir():
-        parts = _below(path, set())
+        parts = _below(path, CACHES)
         if not parts:
             raise CorpusError(f"data.source = {name!r}: the folder holds no files; give a folder or glob that does")
         return parts

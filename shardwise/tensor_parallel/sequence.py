@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.initial import seed_of
 from shardwise.layout import share
-from shardwise.randomness import seed_generators
+from shardwise.randomness import Generators, generators, restore, seed_generators
 from shardwise.tensor_parallel.region import SEQUENCE_DIM, Region
 
 
@@ -122,30 +122,20 @@ def own_numbers(module: nn.Module, region: Region) -> None:
     """Have a module draw random numbers that differ between the tensor ranks.
 
     One number from the stream that the ranks share seeds them, together with the rank: so that stream goes on alike on
-        all of them,
-    and running the module again from the same state (recomputation) draws the same.
+    all of them, and running the module again from the same state (recomputation) draws the same.
     """
-    saved: list[tuple[Tensor, Tensor | None]] = []
-
-    def accelerator() -> Any:
-        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return None if current is None else torch.get_device_module(current)
+    saved: list[Generators] = []
 
     def before(module: nn.Module, args: Any) -> None:
         if not module.training:
             return
         common = int(torch.randint(1 << 62, ()))
-        backend = accelerator()
-        saved.append((torch.get_rng_state(), None if backend is None else backend.get_rng_state()))
+        saved.append(generators())
         seed_generators(seed_of(common, region.axis.rank))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if not saved:
-            return
-        state, other = saved.pop()
-        torch.set_rng_state(state)
-        if other is not None:
-            accelerator().set_rng_state(other)
+        if saved:
+            restore(saved.pop())
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)

@@ -38,6 +38,8 @@ def test_the_standard_library_is_there_without_a_download() -> None:
 def test_files_folders_globs_and_lists(tmp_path: Path) -> None:
     folder = write_documents(tmp_path / "data" / "deep", 3)
     (folder / ".hidden").write_text("not this")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "module.pyc").write_text("nor this")
     (folder / "note.md").write_text("a note")
     every = texts(source=str(tmp_path / "data"))
     assert len(every) == 4
