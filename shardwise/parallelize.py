@@ -10,7 +10,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise import collectives
@@ -19,9 +18,10 @@ from shardwise.chunk import ModelChunk, Owner
 from shardwise.data_parallel.buckets import BUCKET_BYTES, Buckets, Entry
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.data_parallel.units import UNIT
+from shardwise.given import facts_of, refuse_batch_statistics
 from shardwise.gradient import Slot, Tape, attach, attach_apart, can_put_off, hook, is_direct
-from shardwise.initial import Initial, initial_of, seed_of
-from shardwise.layout import Layout, Place, draw
+from shardwise.initial import initial_of, seed_of
+from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Axis, Mesh
@@ -35,11 +35,12 @@ from shardwise.pipeline_parallel.stages import Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
 from shardwise.plan_values import SCHEDULE_FILES
-from shardwise.state import Assembly, fingerprint
+from shardwise.state import Assembly
 from shardwise.tensor_parallel.context import divide
 from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers
 from shardwise.tensor_parallel.rules import Rules
+from shardwise.values import move_buffers, place, settle_frozen
 
 # What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the
 # optimizer rounds an element by where it lies in a flat tensor, and copies must stay equal to the bit.
@@ -112,10 +113,10 @@ def parallelize(
         "negotiate": negotiate,
         "bucket_bytes": bucket_bytes,
     }
-    collectives.agree(mesh.axis("world"), _facts(model, plan, decays, given))
+    collectives.agree(mesh.axis("world"), facts_of(model, plan, decays, given))
     if clip is not None and not clip > 0:
         raise ValueError(f"clip = {clip} would stop every update; choose more than 0, or None to clip nothing")
-    _refuse_batch_statistics(model, plan)
+    refuse_batch_statistics(model, plan)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
@@ -217,16 +218,16 @@ def parallelize(
             for item in bucket.entries:
                 slots[item.name] = item.slot
                 where = bucket.view(first, item)
-                live[item.name] = _place(by_name[item.name], item, where, initial, seed, owners, mesh)
+                live[item.name] = place(by_name[item.name], item, where, initial, seed, owners, mesh)
             bucket.keep_values(first)
             bucket.release()
     reducer.meet()
     frozen = {
-        name: _settle_frozen(name, parameter, layouts[name], initial, seed, owners, dtype, device, mesh)
+        name: settle_frozen(name, parameter, layouts[name], initial, seed, owners, dtype, device, mesh)
         for name, parameter in by_name.items()
         if not parameter.requires_grad
     }
-    persistent = _move_buffers(model, mine, dtype, device)
+    persistent = move_buffers(model, mine, dtype, device)
 
     # 4. Gradients
     table = version_table(schedule)
@@ -376,83 +377,6 @@ def _owners_of(root: nn.Module, parameter: nn.Parameter) -> list[Owner]:
     return [(module, name) for module in root.modules() for name, own in module._parameters.items() if own is parameter]
 
 
-def _replace(parameter: nn.Parameter, value: Tensor, owners: list[Owner]) -> nn.Parameter:
-    """Make `value` the parameter's memory: in place, or, since a meta tensor has no memory to exchange, as a new
-    parameter in its modules."""
-    if not parameter.is_meta:
-        parameter.data = value
-        return parameter
-    fresh = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    for module, attribute in owners:
-        module._parameters[attribute] = fresh
-    return fresh
-
-
-def _place(
-    parameter: nn.Parameter,
-    item: Entry,
-    first: Tensor,
-    initial: dict[str, Initial],
-    seed: int,
-    owners: dict[int, list[Owner]],
-    mesh: Mesh,
-) -> nn.Parameter:
-    """Write a parameter's first values to `first`, and give it its place in its bucket."""
-    places = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
-    if parameter.is_meta:
-        draw(item.name, item.layout, initial[item.name], seed, places, first)
-    else:
-        with torch.no_grad():
-            for source, target in item.layout.pieces(places):
-                target.of(first).copy_(source.of(parameter))
-    return _replace(parameter, item.value, owners[id(parameter)])
-
-
-def _settle_frozen(
-    name: str,
-    parameter: nn.Parameter,
-    layout: Layout,
-    initial: dict[str, Initial],
-    seed: int,
-    owners: dict[int, list[Owner]],
-    dtype: torch.dtype,
-    device: torch.device,
-    mesh: Mesh,
-) -> nn.Parameter:
-    places = {axis: mesh.axis(axis) for axis in ("context", "tensor")}
-    kept = dtype if parameter.is_floating_point() else parameter.dtype
-    value = torch.empty(layout.local_shape(places), dtype=kept, device=device)
-    if parameter.is_meta:
-        draw(name, layout, initial[name], seed, places, value)
-    else:
-        for source, target in layout.pieces(places):
-            target.of(value).copy_(source.of(parameter.detach()))
-    return _replace(parameter, value, owners[id(parameter)])
-
-
-def _move_buffers(
-    model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Move this rank's buffers to the device and precision; those that belong to the state, by name."""
-    held = {id(module) for stage in mine for module in stage.modules()}
-    found: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        if id(module) not in held:
-            continue
-        for attribute, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if buffer.is_meta:
-                raise ValueError(
-                    f"buffer {f'{path}.{attribute}'.lstrip('.')!r} is on the meta device and only its module knows its "
-                    "values: build the model on a real device, or compute the buffer when it is first used"
-                )
-            module._buffers[attribute] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
-            if attribute not in module._non_persistent_buffers_set:
-                found[f"{path}.{attribute}".lstrip(".")] = module._buffers[attribute]
-    return found
-
-
 def _attach(
     root: nn.Module, slots: dict[int, Slot], own: set[int], tape: Tape, puts_off: bool, division: Division | None
 ) -> None:
@@ -529,32 +453,3 @@ def _unit_modules(stage: nn.Module) -> list[nn.Module]:
     if isinstance(stage.model, nn.Sequential) or getattr(stage.model, "stages", None) is not None:
         return [part.module for part in parts_of(stage.model)]
     return [member for module in stage.modules() if isinstance(module, nn.ModuleList) for member in module]
-
-
-def _refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:
-    if plan.data_parallel * plan.context * plan.microbatches == 1:
-        return
-    for name, module in model.named_modules():
-        synchronised = isinstance(module, nn.SyncBatchNorm) and plan.microbatches == 1
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not synchronised:
-            raise ValueError(
-                f"module {name!r} is a {type(module).__name__}: its statistics would be those of a rank's or a "
-                "microbatch's part of the batch, so no layout could equal one device; use GroupNorm or LayerNorm, or "
-                "one data-parallel rank and one microbatch"
-            )
-
-
-def _facts(
-    model: nn.Module, plan: Plan, decays: Callable[[str, nn.Parameter], bool], given: dict[str, object]
-) -> dict[str, str]:
-    """Fingerprints of what all ranks must have been given alike."""
-    facts = {f"plan.{key}": repr(getattr(plan, key)) for key in type(plan).model_fields}
-    facts |= {name: repr(value) for name, value in given.items()}
-    for name, p in model.named_parameters():
-        kind = f"{'trained' if p.requires_grad else 'frozen'}{', on the meta device' if p.is_meta else ''}"
-        decay = ", with weight decay" if decays(name, p) else ""
-        facts[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)} {kind}{decay}"
-    facts["order of parameters"] = str(seed_of(*(name for name, _ in model.named_parameters())))
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        facts |= {f"value of {kind} {name!r}": fingerprint(tensor) for name, tensor in named if not tensor.is_meta}
-    return facts
