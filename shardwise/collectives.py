@@ -289,6 +289,19 @@ class HostMemory:
         self.link.wait_for_all()
 
 
+def common_memory(link: HostLink, owner: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed flat tensor (numel,) that is one memory for all ranks of `link` that name the same owner, a rank along
+    its axis. Collective over the link."""
+    length = max(1, numel) * dtype.itemsize
+    own = os.memfd_create("shardwise")
+    os.ftruncate(own, length)
+    descriptors = {link.axis.rank: own, **link.exchange(own)}
+    memory = mmap.mmap(descriptors[owner], length)
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+
+
 class Exchange:
     """Sums and gathers between the ranks of an axis within forward and backward passes, one at a time, in the same
     order on all of them.

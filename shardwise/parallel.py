@@ -325,6 +325,9 @@ class Parallel:
         looks = self.clip is not None or self.loss_scale is not None
         scale = self._scale(math.fsum(buckets.squares() for buckets in units) if looks else 0.0, "world")
         step = int(self.step_count) + 1
+        if self.plan.zero and scale is not None:
+            # A rank whose gradients are all summed may still read the parameters, for the gradient of its input.
+            self._assembly.reducer.meet()
         for chunk in self.chunks:
             chunk.update(self._optimizer, self._lr, step, scale or Scale(), apply=scale is not None)
         for buckets in self._assembly.shared:

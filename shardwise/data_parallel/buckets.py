@@ -76,7 +76,8 @@ class Bucket:
 
     Attributes:
         values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory
-        unless gathered.
+        unless gathered. Where the ranks of the zero axis share memory it holds one copy for all of them, of which each
+        updates its fragment: nothing is gathered.
         own: this rank's fragment of them.
         master: the fragment that the optimizer updates: `own` itself, or, in mixed precision, its copy in the master
         format.
@@ -113,7 +114,13 @@ class Bucket:
         self.stop = self.start + length
         dtype = precision.compute
         self.precision = precision
-        if stage == 3:
+        common = reducer.allocate_common(self.numel, dtype) if stage else None
+        self.common = common is not None
+        self.gathers = stage == 3 and common is None
+        if common is not None:
+            self.values = common
+            self.own = common[self.start : self.stop]
+        elif stage == 3:
             self.fragment = reducer.allocate(length, dtype, device)
             self.values = torch.zeros(self.numel, dtype=dtype, device=device)
             self.own = self.fragment.tensor
@@ -210,7 +217,7 @@ class Bucket:
     def acquire(self, fill: bool = True) -> None:
         """Make the whole values be there until `release`."""
         self.users += 1
-        if self.stage == 3 and self.users == 1:
+        if self.gathers and self.users == 1:
             storage = self.values.untyped_storage()
             if storage.size() == 0:
                 storage.resize_(self.numel * self.values.element_size())
@@ -221,7 +228,7 @@ class Bucket:
     def release(self) -> None:
         """One user fewer; without any the memory is given back at stage 3."""
         self.users -= 1
-        if self.stage == 3 and self.users == 0:
+        if self.gathers and self.users == 0:
             self.values.untyped_storage().resize_(0)
 
     def begin_values(self) -> Tensor:
@@ -538,7 +545,8 @@ class Buckets:
         """Take the other ranks' updated fragments, once all have met after their updates."""
         if self.stage in (1, 2):
             for bucket in self.buckets:
-                self.reducer.refresh(bucket.full)
+                if not bucket.common:
+                    self.reducer.refresh(bucket.full)
 
     def of_unit(self, unit: int) -> list[Bucket]:
         """The buckets of one unit."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.collectives import HostLink, HostMemory
+from shardwise.collectives import HostLink, HostMemory, common_memory
 from shardwise.layout import share
 from shardwise.mesh import Axis, Mesh
 
@@ -95,6 +95,13 @@ class Reducer:
             return Flat(torch.zeros(numel, dtype=dtype, device=device), None)
         memory = HostMemory(self.link, numel, dtype)
         return Flat(memory.mine, memory)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A zeroed flat tensor that is one memory for all ranks of the zero axis: what one writes all have. None where
+        ranks share no memory. Collective over the gradient axis."""
+        if self.link is None:
+            return None
+        return common_memory(self.link, self.replicas.rank * self.zero.size, numel, dtype)
 
     def all_reduce(self, flat: Flat) -> Pending:
         """Begin to sum `flat` over the gradient axis, in place on all ranks."""

@@ -15,15 +15,15 @@ UNIT = "_shardwise_unit"
 
 
 class Units:
-    """Gathers and releases the buckets of one chunk around its modules' forwards and backwards; below stage 3 it does
-    nothing.
+    """Gathers and releases the buckets of one chunk around its modules' forwards and backwards; below stage 3, and where
+    ranks read each other's fragments in memory they share, it does nothing.
 
     A unit is gathered before its module's forward and released after it; gathered again when the gradient of its output
     is there, and released when the unit before it is. What belongs to no unit (-1) is there while the chunk computes.
     """
 
     def __init__(self, root: nn.Module, buckets: Buckets) -> None:
-        self._active = buckets.stage == 3
+        self._active = any(bucket.gathers for bucket in buckets.buckets)
         self._buckets = {unit: buckets.of_unit(unit) for unit in {bucket.unit for bucket in buckets.buckets}}
         self._open: int | None = None  # the unit whose backward runs
         if not self._active:
