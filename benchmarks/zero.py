@@ -165,7 +165,9 @@ def _elsewhere(rounds: int, steps: int) -> None:
     for name in OURS:
         launches[name] = lambda name=name: harness.run_ranks("benchmarks.zero:launched", name=name, steps=steps)  # type: ignore[misc]
     found = harness.launches(launches, rounds)
-    print(f"\n{rounds} launches each in turn, {steps} steps a launch (Megatron-core brings its own form of the model):\n")
+    print(
+        f"\n{rounds} launches each in turn, {steps} steps a launch (Megatron-core brings its own form of the model):\n"
+    )
     rows = []
     for name, results in found.items():
         stage = 3 if name.endswith("3") else 2 if name.endswith("2") else 1

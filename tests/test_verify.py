@@ -1,9 +1,11 @@
 """Random plans over odd models against one device; users' and our own models; what is reported."""
 
+import contextlib
 import copy
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,7 +33,24 @@ OPTIMIZERS = {
 }
 
 
+@contextlib.contextmanager
+def apart(wanted: bool = True) -> Iterator[None]:
+    """As if every rank were on a machine of its own."""
+    identity = collectives.machine_identity
+    if wanted:
+        collectives.machine_identity = lambda: uuid.uuid4().hex
+    try:
+        yield
+    finally:
+        collectives.machine_identity = identity
+
+
 def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
+    with apart(job.get("apart", False)):
+        return check_here(plan, model, job)
+
+
+def check_here(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
     full = Plan(precision="fp64", **plan)
     rows = job.get("rows", full.data_parallel * full.microbatches + 1)
     return verify(
@@ -102,6 +121,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         "steps": draw(st.integers(1, 4)),
         "length": draw(st.integers(1, 5)),
         "offsets": draw(st.booleans()) and not model["pair"],
+        "apart": draw(st.integers(0, 2)) == 0,
     }
     return plan, model, job
 
@@ -188,14 +208,9 @@ def test_single_precision_agrees_to_its_own_rounding_and_no_further() -> None:
     assert not run_ranks(shipped, 2, "llama", plan, "fp32", 0.0)[0].agrees  # asked for bitwise, not for the default
 
 
-def apart(name: str, plan: dict[str, Any]) -> Report:
-    """As if every rank were on a machine of its own."""
-    identity = collectives.machine_identity
-    collectives.machine_identity = lambda: uuid.uuid4().hex
-    try:
+def shipped_apart(name: str, plan: dict[str, Any]) -> Report:
+    with apart():
         return shipped(name, plan, "fp64", None)
-    finally:
-        collectives.machine_identity = identity
 
 
 @pytest.mark.parametrize(
@@ -211,7 +226,7 @@ def apart(name: str, plan: dict[str, Any]) -> Report:
     ids=str,
 )
 def test_ranks_on_machines_of_their_own_compute_the_same(plan: dict[str, Any]) -> None:
-    report = run_ranks(apart, Plan(**plan).num_ranks, "llama", plan)[0]
+    report = run_ranks(shipped_apart, Plan(**plan).num_ranks, "llama", plan)[0]
     assert report.agrees, report.describe()
 
 

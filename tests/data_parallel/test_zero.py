@@ -57,6 +57,27 @@ def test_bytes_between_steps_are_the_papers(stage: int, whole: tuple[int, int, i
         assert (found["buffers"] > 0) == (stage >= 2)
 
 
+def copies(plan: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether what rank 0 writes into its parameters is in those of all ranks it divides them with, and of them
+    alone."""
+    parallel = make(plan)
+    bucket = parallel.chunks[0].buckets.buckets[0]
+    torch.distributed.barrier()
+    if parallel.mesh.rank == 0:
+        bucket.values.fill_(7.0)
+    torch.distributed.barrier()
+    found = bool((bucket.values == 7.0).all()), bucket.gathers
+    parallel.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_of_one_machine_keep_one_copy_of_what_they_divide(stage: int) -> None:
+    assert run_ranks(copies, 2, {"shard": 2, "zero": stage}) == [(True, False)] * 2
+    found = run_ranks(copies, 4, {"replicate": 2, "shard": 2, "zero": stage})
+    assert found == [(True, False)] * 2 + [(False, False)] * 2
+
+
 def save(plan: dict[str, Any], folder: str, optimizer: str = "adamw") -> tuple[list[float], dict[str, Tensor]]:
     parallel = make(plan, optimizer)
     steps(parallel, 0, 2)
