@@ -90,6 +90,11 @@ class ModelChunk:
         with self._units.running():
             return self.module(received, inputs)
 
+    def note(self) -> Callable[[], None]:
+        """Note the weight version that is computed with; the function that is returned makes it so again."""
+        bound = self._bound
+        return lambda: self._bind(bound)
+
     def begin_backward(self, half: Half) -> None:
         """Make ready for what lands in this pass: the buckets count the last ones, the tape keeps what is put off."""
         for buckets in (self.buckets, *self._shared):

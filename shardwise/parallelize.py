@@ -23,6 +23,7 @@ from shardwise.gradient import Slot, Tape, attach, attach_apart, can_put_off, ho
 from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
+from shardwise.memory import recompute
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
@@ -120,6 +121,8 @@ def parallelize(
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
+
+    recompute.require(model, plan.recompute)
 
     # 1. Stages
     schedule = build_schedule(plan)
@@ -259,6 +262,10 @@ def parallelize(
             )
         )
 
+    notes = [part.note for part in ((division.region if division is not None else None), context) if part is not None]
+    for chunk, most in zip(chunks, recompute.in_flight(schedule, axis.rank), strict=True):
+        recompute.apply(chunk.module, plan.recompute, [chunk.note, *notes], most)
+
     for name, slot in slots.items():
         hook(live[name], slot)
 
@@ -338,9 +345,11 @@ def search_schedule(parallel: Parallel, plan: Plan, example: Batch, clip: float 
 def _stage_modules(
     model: nn.Module, plan: Plan, schedule: Schedule, example: Batch | None, loss: Loss, mesh: Mesh
 ) -> list[nn.Module]:
-    if schedule.total_stages == 1:
+    if schedule.total_stages == 1 and plan.recompute != "sqrt":
         return [Whole(model)]
     parts = parts_of(model)
+    if schedule.total_stages == 1:
+        return [Stage(parts, first=True, last=True)]
     chosen: list[range] | ValueError | None = None
     if mesh.rank == 0:  # measured times differ from rank to rank
         try:

@@ -33,7 +33,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "expert": (1,),
     "averaging": ("every-step",),
-    "recompute": ("none",),
+    "recompute": ("none", "full", "every", "sqrt"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "offload": (),
     "compress_gradients": ("none",),
@@ -88,7 +88,8 @@ class Plan(BaseModel):
     averaging: Averaging = "every-step"
     """When data-parallel copies are averaged: every-step, delayed, or local:STEPS."""
     recompute: Recompute = "none"
-    """Activations recomputed in backward: none, full, selective, or the fraction of their memory to keep."""
+    """What is computed again in backward: none, full (every block), every:K (each K-th one), sqrt (segments of a chain),
+    selective, or the fraction of activation memory to keep."""
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Number format of forward and backward."""
     offload: Offload = Offload()

@@ -44,12 +44,12 @@ def _averaging(value: str) -> str:
 
 
 def _recompute(value: object) -> object:
-    if value in ("none", "full", "selective"):
+    if isinstance(value, str) and re.fullmatch(r"none|full|selective|sqrt|every:[1-9]\d*", value):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
     raise ValueError(
-        f"{value!r} is not a way to recompute; choose none, full, selective, "
+        f"{value!r} is not a way to recompute; choose none, full, selective, sqrt, every:K such as every:2, "
         "or the fraction of activation memory to keep, 0.0 to 1.0"
     )
 
@@ -76,7 +76,7 @@ Size = Annotated[int, Field(ge=1)]
 ScheduleName = Annotated[str, AfterValidator(_schedule)]
 Cut = Annotated[Literal["parameters", "flops", "time", "memory"] | tuple[int, ...], BeforeValidator(_cut)]
 Averaging = Annotated[str, AfterValidator(_averaging)]
-Recompute = Annotated[Literal["none", "full", "selective"] | float, BeforeValidator(_recompute)]
+Recompute = Annotated[str | float, BeforeValidator(_recompute)]
 GradientCompression = Annotated[str, AfterValidator(_compress_gradients)]
 Place = Annotated[str, AfterValidator(_place)]
 

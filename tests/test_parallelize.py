@@ -73,6 +73,12 @@ def check(name: str, plan: dict[str, Any]) -> Report:
         ),
         *((name, {"shard": 2, "zero": 3}) for name in ("in_place", "nested", "recurrent", "stray", "parametrized")),
         *((name, {"shard": 2, "zero": 3}) for name in ("partly_frozen", "frozen", "positioned", "named")),
+        *(
+            (name, plan | {"recompute": "sqrt"})
+            for name in ("plain", "in_place", "repeated", "nested", "twice", "partly_frozen", "checkpointed", "named")
+            for plan in (F1B, {"shard": 2, "zero": 3})
+        ),
+        *((name, {**ZB, "recompute": "full"}) for name in ("recurrent", "twice", "parametrized", "checkpointed")),
     ],
 )
 def test_modules_as_users_write_them_equal_one_device(name: str, plan: dict[str, Any]) -> None:

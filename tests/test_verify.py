@@ -105,6 +105,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         if copies == 4 and draw(st.booleans()):
             plan["shard"], plan["replicate"] = 2, 2
     plan["cut"] = draw(st.sampled_from(["parameters", "memory"]))
+    plan["recompute"] = draw(st.sampled_from(["none", "none", "full", "every:2", "sqrt"]))
     model = {
         "num_blocks": draw(st.integers(max(2, plan.get("chunks", 1) * pipeline), 10)),
         "tied": draw(st.booleans()) and not asynchronous,

@@ -101,6 +101,9 @@ class Stage(nn.Module):
         self.paths = [part.path for part in parts]
         self.first, self.last = first, last
         self.parts = nn.ModuleList(part.module for part in parts)
+        self.blocks = [part.block for part in parts]
+        # (arguments of the first part, the batch's named inputs) -> what the last part returns, one after the other.
+        self.segments: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = [self.segment(0, len(parts))]
         self._accepted = [_Accepted.by(part.module) for part in parts]
         self._spread = parts[0].spread
 
@@ -110,10 +113,26 @@ class Stage(nn.Module):
         named = inputs if isinstance(inputs, dict) else {}
         given = self._first_arguments(inputs) if self.first else received
         value: Any = None
-        for part, accepted in zip(self.parts, self._accepted, strict=True):
-            value = part(*given, **accepted.of(named, len(given)))
-            given = value if self._spread and isinstance(value, tuple) else (value,)
+        for segment in self.segments:
+            value = segment(given, named)
+            given = self._passed(value)
         return value if self.last else given
+
+    def segment(self, start: int, stop: int) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """What computes parts `start` to `stop`."""
+
+        def compute(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            value: Any = None
+            for number in range(start, stop):
+                value = self.parts[number](*given, **self._accepted[number].of(named, len(given)))
+                given = self._passed(value)
+            return value
+
+        return compute
+
+    def _passed(self, value: Any) -> tuple[Any, ...]:
+        """The next part's arguments."""
+        return value if self._spread and isinstance(value, tuple) else (value,)
 
     def _first_arguments(self, inputs: Any) -> tuple[Any, ...]:
         """The positional arguments of the model's first part: all inputs without names, or the only named one if it

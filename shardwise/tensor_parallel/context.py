@@ -7,7 +7,7 @@ Ulysses.
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -220,6 +220,11 @@ class Context:
                 'ranks are not known; give them as the input "documents" (B, S), and pass them on as they are'
             )
         return found
+
+    def note(self) -> Callable[[], None]:
+        """Note how the sequences at hand lie; the function that is returned makes it so again."""
+        current = self._current
+        return lambda: setattr(self, "_current", current)
 
     def enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Called before a stage, with (received, inputs)."""

@@ -50,6 +50,11 @@ class Region:
             )
         self.length = long[0].shape[SEQUENCE_DIM]
 
+    def note(self) -> Callable[[], None]:
+        """Note what microbatch is at hand; the function that is returned makes it so again."""
+        length = self.length
+        return lambda: setattr(self, "length", length)
+
     def attend(self, stage: nn.Module) -> None:
         """Have `begin` called before every forward of a stage, which is called with (received, inputs)."""
         stage.register_forward_pre_hook(lambda _, args: self.begin(args[1]))

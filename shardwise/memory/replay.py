@@ -1,0 +1,289 @@
+"""Blocks that are computed again in backward: what a forward leaves, and how the block is run a second time.
+
+A block keeps its inputs and is computed again when the gradient of its output is there (Chen et al., arXiv 1604.06174).
+Parts of it whose results are kept by choice hand those out in the second run instead of computing them, and the last
+part does not compute at all if nothing needs its values: only its gradient is wanted.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+# Notes something that a forward depends on beside its arguments; what it returns brings it back.
+Note = Callable[[], Callable[[], None]]
+
+
+def note_random_state() -> Callable[[], None]:
+    """The states of the generators."""
+    state = torch.get_rng_state()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return lambda: torch.set_rng_state(state)
+    backend = torch.get_device_module(accelerator)
+    other = backend.get_rng_state()
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        backend.set_rng_state(other)
+
+    return restore
+
+
+@dataclass(eq=False)
+class Part:
+    """A module of a block whose result may be kept.
+
+    Args:
+        path: in the block.
+        call: what the module computes.
+        keep: (arguments) -> its result, computed without a graph, and what `known` needs of it.
+        known: (kept, arguments) -> the result with its graph, without computing it.
+        shape: (arguments) -> the shape of the result, for parts whose gradient does not need the result: `known` takes
+            any tensor of that shape in its place. None if it does need it.
+        together: the parts that `prime` covers: all are kept, or none.
+        prime: ([kept of each], arguments of the first) makes `call` hand out the results of all of them.
+    """
+
+    path: str
+    call: Callable[..., Any]
+    keep: Callable[..., tuple[Any, tuple[Tensor, ...]]]
+    known: Callable[..., Any] | None = None
+    shape: Callable[..., tuple[int, ...]] | None = None
+    together: list["Part"] = field(default_factory=list)
+    prime: Callable[..., None] | None = None
+
+
+class Block:
+    """A piece of a model that keeps its inputs, and results of parts by choice, and is computed again in backward.
+
+    Args:
+        path: its name.
+        call: computes it.
+        modules: what hold its parameters and buffers.
+        notes: of what its computation depends on beside its arguments.
+
+    Attributes:
+        plain: whether it keeps everything, as if it were no block.
+        kept: the parts whose results are kept.
+        skipped: the part whose values nothing needs in the second run.
+        observer: sees the next second run, to measure it.
+    """
+
+    def __init__(
+        self, path: str, call: Callable[..., Any], modules: Sequence[nn.Module], notes: Sequence[Note] = ()
+    ) -> None:
+        self.path = path
+        self.call = call
+        self.notes = (note_random_state, *notes)
+        self.plain = False
+        self.parts: list[Part] = []
+        self.kept: frozenset[Part] = frozenset()
+        self.skipped: Part | None = None
+        self.observer: Observer | None = None
+        self.run: Run | None = None  # under way
+        self.trains = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        self._buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._looked = False
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.plain or not torch.is_grad_enabled():
+            return self.call(*args, **named)
+        if named.get("past_key_values") is not None:
+            # Hugging Face's cache of keys and values, which training has no use for, would take them twice.
+            named["past_key_values"] = None
+        leaves, structure = tree_flatten((args, named))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places and not self.trains:
+            return self.call(*args, **named)
+        # Without an input that needs a gradient, something must carry it to the parameters.
+        carried = [leaves[place] for place in places] or [torch.empty(0, requires_grad=True)]
+        run = Run(self, leaves, structure, places)
+        return run.build(_Again.apply(run, *carried))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def changing(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Fills the list with the buffers that are changed inside, and what they were before (running statistics)."""
+        before = [(buffer, buffer._version, buffer.clone()) for buffer in self._buffers]
+        found: list[tuple[Tensor, Tensor]] = []
+        yield found
+        found += [(buffer, old) for buffer, version, old in before if buffer._version != version]
+        if not self._looked:  # what the first forward leaves alone, the others do too
+            self._buffers, self._looked = [buffer for buffer, _ in found], True
+
+
+class Observer:
+    """What sees a block's second run."""
+
+    def begin(self, run: "Run") -> None:
+        """The run begins."""
+
+    def compute(self, run: "Run", part: Part, args: tuple[Any, ...]) -> Any:
+        """Compute a part in its place."""
+
+    def end(self, run: "Run") -> None:
+        """The run's graph is there."""
+
+
+class Run:
+    """One forward of a block, up to its backward."""
+
+    def __init__(self, block: Block, leaves: list[Any], structure: TreeSpec, places: list[int]) -> None:
+        self.block = block
+        self.again = False  # whether this is the second run
+        self.kept: dict[Part, deque[tuple[Tensor, ...]]] = {part: deque() for part in block.kept}
+        self.skipped = block.skipped
+        self._leaves = leaves
+        self._structure = structure
+        self._places = places  # of the leaves that autograd keeps
+        self._restores: list[Callable[[], None]] = []
+        self._changed: list[tuple[Tensor, Tensor]] = []
+        self._returned: TreeSpec | None = None
+        self._results: list[Any] = []  # what the block returned, None in place of each tensor
+        self._tensors: list[int] = []  # where the tensors are among them
+
+    def forward(self) -> list[Tensor]:
+        """Compute without a graph; the tensors of the result."""
+        block = self.block
+        self._restores = [note() for note in block.notes]
+        inputs = [
+            (leaf, leaf._version) for leaf in self._leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
+        with block.changing() as self._changed:
+            values, self._returned = tree_flatten(self._compute())
+        if any(leaf._version != version for leaf, version in inputs):
+            raise ValueError(
+                f"plan.recompute: {block.path!r} changes its input in place, so it cannot be computed again from it; "
+                "let its first operation make a new tensor (inplace=False)"
+            )
+        for place in self._places:
+            self._leaves[place] = None
+        self._tensors = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        self._results = [None if isinstance(value, Tensor) else value for value in values]
+        return [values[place] for place in self._tensors]
+
+    def replay(self, carried: Sequence[Tensor]) -> list[Tensor]:
+        """Compute with a graph, from the same inputs, random numbers and buffers."""
+        for place, leaf in zip(self._places, carried, strict=False):
+            self._leaves[place] = leaf
+        after = note_random_state()
+        now = [(buffer, buffer.clone()) for buffer, _ in self._changed]
+        for restore in self._restores:
+            restore()
+        for buffer, old in self._changed:
+            buffer.data.copy_(old)  # through .data: what others have saved of it stays valid
+        self.again = True
+        observer, self.block.observer = self.block.observer, None
+        if observer is not None:
+            observer.begin(self)
+        with torch.enable_grad():
+            values, structure = tree_flatten(self._compute(observer))
+        if observer is not None:
+            observer.end(self)
+        for buffer, new in now:
+            buffer.data.copy_(new)
+        after()
+        if structure != self._returned:
+            raise RuntimeError(
+                f"{self.block.path!r} returned {structure} when it was computed again in backward, not {self._returned}"
+            )
+        return [values[place] for place in self._tensors]
+
+    def _compute(self, observer: Observer | None = None) -> Any:
+        args, named = tree_unflatten(self._leaves, self._structure)
+        block = self.block
+        block.run, self.observer = self, observer
+        try:
+            return block.call(*args, **named)
+        finally:
+            block.run = None
+
+    def through(self, part: Part, args: tuple[Any, ...]) -> Any:
+        """A part's result in this run."""
+        if not self.again:
+            if part not in self.kept:
+                return part.call(*args)
+            value, kept = part.keep(*args)
+            self.kept[part].append(kept)
+            return value
+        if part is self.skipped:
+            assert part.shape is not None
+            assert part.known is not None
+            return part.known((args[0].new_zeros(()).expand(part.shape(*args)),), *args)
+        if part in self.kept:
+            if part.known is not None:
+                return part.known(self.kept[part].popleft(), *args)
+            assert part.prime is not None
+            if self.kept[part]:
+                part.prime([self.kept[other].popleft() for other in part.together], *args)
+            return part.call(*args)
+        return part.call(*args) if self.observer is None else self.observer.compute(self, part, args)
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The block's result, with these tensors in it."""
+        values = list(self._results)
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            values[place] = tensor
+        self._results = []
+        assert self._returned is not None
+        return tree_unflatten(values, self._returned)
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, *carried: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.save_for_backward(*carried)
+        ctx.set_materialize_grads(False)
+        # Not views, as they may be within: autograd forbids work in place on a view that a function returns.
+        found = tuple(value.detach() if value._is_view() else value for value in run.forward())
+        ctx.mark_non_differentiable(*(value for value in found if not value.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise RuntimeError("plan.recompute: a graph was gone through twice, and a recomputed block is there once")
+        pairs = [
+            (value, gradient)
+            for value, gradient in zip(run.replay(leaves), gradients, strict=True)
+            if gradient is not None and value.requires_grad
+        ]
+        del run
+        if pairs:
+            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+        return None, *(leaf.grad for leaf in leaves)
+
+
+def stand_in(module: nn.Module, block: Block) -> None:
+    """Have `module.forward` go through `block`, which computes what it was."""
+    module._block = block  # type: ignore[assignment]
+    # A bound method, so that a copy of the module computes with its own weights.
+    module.forward = MethodType(_again, module)
+
+
+def _again(self: Any, *args: Any, **named: Any) -> Any:
+    return self._block(*args, **named)
+
+
+def watch(module: nn.Module, block: Block, part: Part) -> None:
+    """Have `module` be computed as `part` of `block` says."""
+    module._part = (block, part)  # type: ignore[assignment]
+    module.forward = MethodType(_through, module)
+    block.parts.append(part)
+
+
+def _through(self: Any, *args: Any, **named: Any) -> Any:
+    block, part = self._part
+    run = block.run
+    if run is None or named:
+        return part.call(*args, **named)
+    return run.through(part, args)

@@ -1,0 +1,138 @@
+"""Recomputation: the same bits with it and without, dropout on (CASES 15), under every schedule and division."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.models import build
+from shardwise.models.config import ModelConfig
+from shardwise.optimizers import SGD
+from shardwise.parallelize import parallelize
+from shardwise.plan import Plan
+from tests.pool import run_ranks
+
+VOCABULARY = 19
+
+
+def config(family: str, dropout: float = 0.2, layers: int = 3) -> ModelConfig:
+    sizes: dict[str, Any] = {"kv_heads": 2, "window": 5} if family == "mistral" else {"tied": False}
+    return ModelConfig(family=family, layers=layers, hidden=16, heads=4, sequence=16, dropout=dropout, **sizes)  # type: ignore[arg-type]
+
+
+def batch(number: int, rows: int, documents: bool) -> Any:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCABULARY, (rows, 9 + 2 * number), generator=generator)
+    inputs = {"tokens": tokens}
+    if documents:
+        inputs["documents"] = (torch.rand(tokens.shape, generator=generator) < 0.2).cumsum(1)
+    return inputs, tokens.roll(-1, 1)
+
+
+def run(family: str, dropout: float, plan: dict[str, Any], recompute: Any, documents: bool) -> dict[str, Tensor]:
+    """Gradients and parameters after two steps of different lengths."""
+    full = Plan(**plan, recompute=recompute)
+    parallel = parallelize(build(config(family, dropout), VOCABULARY), full, optimizer=SGD(lr=0.1, momentum=0.9))
+    for number in range(2):
+        parallel.step(parallel.share(batch(number, 4 * full.data_parallel, documents)))
+    parallel.drain()
+    found = {f"gradient {name}": value for name, value in parallel.full_gradients().items()}
+    found |= {f"parameter {name}": value for name, value in parallel.full_parameters().items()}
+    parallel.close()
+    return found
+
+
+def both(family: str, dropout: float, plan: dict[str, Any], recompute: Any, documents: bool = False) -> list[str]:
+    """The names of what differs by a bit."""
+    plain = run(family, dropout, plan, "none", documents)
+    again = run(family, dropout, plan, recompute, documents)
+    assert plain.keys() == again.keys()
+    return [name for name in plain if not torch.equal(plain[name], again[name])]
+
+
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"microbatches": 2},
+    {"pipeline": 2, "microbatches": 4, "schedule": "zb-h1"},
+    {"pipeline": 2, "microbatches": 4, "chunks": 2, "schedule": "dualpipev"},
+    {"pipeline": 2, "microbatches": 4, "schedule": "pipedream"},
+    {"shard": 2, "zero": 3, "microbatches": 2},
+    {"tensor": 2},
+    {"tensor": 2, "sequence": True, "microbatches": 2},
+]
+
+
+@pytest.mark.parametrize("how", ["full"])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_gradients_are_the_same_bits_with_dropout(plan: dict[str, Any], how: Any) -> None:
+    for different in run_ranks(both, Plan(**plan).num_ranks, "gpt2", 0.2, plan, how):
+        assert different == []
+
+
+@pytest.mark.parametrize("how", ["every:2", "sqrt"])
+def test_every_other_block_and_segments_are_the_same_bits(how: str) -> None:
+    for plan in ({}, {"pipeline": 2, "microbatches": 3}):
+        for different in run_ranks(both, Plan(**plan).num_ranks, "mistral", 0.2, plan, how, True):
+            assert different == []
+
+
+def test_documents_across_context_ranks_are_the_same_bits() -> None:
+    for method in ("ring", "ulysses"):
+        plan = {"context": 2, "context_method": method, "microbatches": 2}
+        for different in run_ranks(both, 2, "mistral", 0.0, plan, "full", True):
+            assert different == []
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_block_that_changes_its_input_is_named() -> None:
+    parallel = parallelize(InPlace(), Plan(recompute="full"), loss=lambda y, t: y.sum(), optimizer=SGD(lr=0.1))
+    with pytest.raises(ValueError, match="plan.recompute: 'layers.0' changes its input in place"):
+        parallel.step((torch.ones(2, 4), torch.zeros(2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("how", "mend"), [("full", 'set plan.recompute to "sqrt"'), ("sqrt", "make it an nn.Sequential")]
+)
+def test_a_model_without_blocks_is_refused_with_the_mend(how: str, mend: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=mend):
+        parallelize(model, Plan(recompute=how))
+
+
+class Normalised(nn.Module):
+    """Blocks with running statistics, and more than one forward of each kept at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_running_statistics_change_once() -> None:
+    found = []
+    for how in ("none", "full"):
+        torch.manual_seed(3)
+        model = Normalised()
+        parallel = parallelize(model, Plan(recompute=how), loss=lambda y, t: (y * t).sum(), optimizer=SGD(lr=0.1))
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            parallel.step((torch.rand(5, 4, generator=generator), torch.rand(5, 4, generator=generator)))
+        found.append({**model.state_dict(), **parallel.full_gradients()})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
