@@ -88,7 +88,7 @@ class Plan(BaseModel):
     averaging: Averaging = "every-step"
     """When data-parallel copies are averaged: every-step, delayed, or local:STEPS."""
     recompute: Recompute = "none"
-    """What is computed again in backward: none, full (every block), every:K (each K-th one), sqrt (segments of a chain),
+    """What is computed again in backward: none, full (blocks), every:K (each K-th one), sqrt (segments of a chain),
     selective, or the fraction of activation memory to keep."""
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Number format of forward and backward."""

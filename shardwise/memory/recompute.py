@@ -31,14 +31,15 @@ def require(model: nn.Module, how: str | float) -> None:
         except ValueError:
             raise ValueError(
                 f'plan.recompute: "sqrt" divides a chain, and {type(model).__name__} is none: make it an '
-                'nn.Sequential, give it an attribute `stages` with its submodules in call order, or set plan.recompute to "full"'
+                "nn.Sequential, give it an attribute `stages` with its submodules in call order, or set plan.recompute "
+                'to "full"'
             ) from None
         return
     if not list(_blocks(Whole(model))):
         raise ValueError(
-            f"plan.recompute: {type(model).__name__} has no list of blocks (nn.ModuleList, nn.ModuleDict, nn.Sequential "
-            'or an attribute `stages`, whose members have layers inside); set plan.recompute to "sqrt" if it is a chain '
-            'of layers, else to "none"'
+            f"plan.recompute: {type(model).__name__} has no list of blocks (nn.ModuleList, nn.ModuleDict, "
+            "nn.Sequential or an attribute `stages`, whose members have layers inside); set plan.recompute to "
+            '"sqrt" if it is a chain of layers, else to "none"'
         )
 
 

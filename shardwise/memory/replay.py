@@ -110,10 +110,11 @@ class Block:
     @contextmanager
     def changing(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Fills the list with the buffers that are changed inside, and what they were before (running statistics)."""
-        before = [(buffer, buffer._version, buffer.clone()) for buffer in self._buffers]
+        before = [(buffer, buffer.clone()) for buffer in self._buffers]
         found: list[tuple[Tensor, Tensor]] = []
         yield found
-        found += [(buffer, old) for buffer, version, old in before if buffer._version != version]
+        # By value: batch normalisation does not count its changes as versions.
+        found += before if self._looked else [(b, old) for b, old in before if not torch.equal(b, old)]
         if not self._looked:  # what the first forward leaves alone, the others do too
             self._buffers, self._looked = [buffer for buffer, _ in found], True
 
