@@ -13,6 +13,7 @@ from shardwise.batch import Batch
 from shardwise.data_parallel.buckets import Scale
 from shardwise.layout import share
 from shardwise.loss import Loss
+from shardwise.memory.offload import Traffic
 from shardwise.memory.precision import LossScale, Precision
 from shardwise.mesh import Mesh
 from shardwise.optimizers.optimizer import Optimizer
@@ -46,6 +47,8 @@ class StepMetrics:
             (with an asynchronous schedule, those of one of this rank's updates).
         loss_scale: fp16's factor on the loss after the step; None in other precisions.
         faulty_rank: the first rank whose own loss was not finite, if any.
+        offload: what this rank moved to and from where `plan.offload` keeps state, and how long it waited; None if
+            nothing is offloaded.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class StepMetrics:
         norm: float | None,
         skipped: bool,
         loss_scale: float | None = None,
+        offload: Traffic | None = None,
     ) -> None:
         self.loss_scale = loss_scale
+        self.offload = offload
         self._totals, self._tokens = totals, tokens
         self.gradient_norm = norm
         self.skipped = skipped
@@ -162,6 +167,8 @@ class Parallel:
         self._lr = self._optimizer.lr if lr is None else lr
         num_microbatches = self.schedule.num_microbatches
         first = self._rounds_run * num_microbatches
+        traffic = self._assembly.traffic
+        before = traffic.copy() if traffic is not None else None
         counts = self._feed(batch, first, training=True)
         self._skipped = False
         self._updates_left = len(self.chunks)
@@ -185,7 +192,8 @@ class Parallel:
             losses.clear()
         scale = self.loss_scale.value if self.loss_scale is not None else None
         everyone = self._sums["world"].start(totals)
-        return StepMetrics(everyone, lambda: int(counts().sum()), self._norm, self._skipped, scale)
+        moved = traffic - before if traffic is not None and before is not None else None
+        return StepMetrics(everyone, lambda: int(counts().sum()), self._norm, self._skipped, scale, moved)
 
     def drain(self) -> None:
         """Finish what an asynchronous schedule has in flight; does nothing for a synchronous one, or twice."""

@@ -24,6 +24,7 @@ from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
 from shardwise.memory import recompute
+from shardwise.memory.offload import Traffic, tiers_of
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
@@ -154,6 +155,8 @@ def parallelize(
 
     # 2. Layouts and buckets
     reducer = Reducer(mesh)
+    traffic = Traffic()
+    tiers = tiers_of(plan.offload, device, traffic)
     ties = _tie_axes(mesh, shared, rank_of)
     layouts = {name: _layout_of(division, p) for name, p in model.named_parameters()}
     parts = further_axes(mesh, layouts.values()) if division is not None else {}
@@ -198,7 +201,9 @@ def parallelize(
 
     def buckets_of(parameters: Iterable[nn.Parameter], stage: int) -> Buckets:
         entries = [entry(parameter) for parameter in parameters]
-        return Buckets(entries, stage, precision, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off)
+        return Buckets(
+            entries, stage, precision, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off, tiers
+        )
 
     own_buckets = [
         buckets_of((p for p in stage.parameters() if p.requires_grad and id(p) not in shared), plan.zero)
@@ -288,6 +293,7 @@ def parallelize(
         layouts,
         stage_parameters,
         context.local if context is not None else (lambda batch: batch),
+        traffic if tiers else None,
     )
     parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, precision=precision)
     model._spread = True  # type: ignore[assignment]

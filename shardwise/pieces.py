@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,17 @@ class Pieces:
             if tuple(index.offset or ()) == box.offset:
                 return tensor
         raise KeyError(index)
+
+
+@dataclass(frozen=True)
+class Away(Pieces):
+    """Pieces that are not in memory: their tensors have no values, and `find` brings the same pieces with theirs, of
+    which each stays for as long as anything refers to it."""
+
+    find: Callable[[], Pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.find().__get_tensor_shard__(index)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

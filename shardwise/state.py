@@ -13,6 +13,7 @@ from shardwise.chunk import ModelChunk
 from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.layout import Layout, Place
+from shardwise.memory.offload import Traffic
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pieces import Pieces, pieces_of
@@ -38,6 +39,7 @@ class Assembly:
     layouts: dict[str, Layout]
     stage_parameters: list[list[str]]  # by stage, the names of its parameters
     local: Callable[[Batch], Batch]  # of a microbatch, the part this context rank computes
+    traffic: Traffic | None  # what offloading has moved; None if nothing is offloaded
 
 
 class State:
@@ -100,16 +102,17 @@ class State:
         """Every parameter (in mixed precision its master), whole, on every rank, in the model's own order."""
         mine: dict[str, Tensor] = dict(self._parts.frozen)
         for bucket, entry, values in self.entries():
-            whole = values if bucket.stage < 3 and not bucket.precision.mixed else bucket.whole(bucket.master)
+            with bucket.shelves.here("parameters", "master", changed=False):
+                whole = values if bucket.stage < 3 and not bucket.precision.mixed else bucket.whole(bucket.master)
             mine[entry.name] = bucket.view(whole, entry)
         return self._gather(mine)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's summed gradient of the last update, before clipping, whole, on every rank."""
-        mine = {
-            entry.name: bucket.view(bucket.whole(bucket.own_gradient), entry) / bucket.scale
-            for bucket, entry, _ in self.entries()
-        }
+        mine = {}
+        for bucket, entry, _ in self.entries():
+            with bucket.shelves.here("gradients", changed=False):
+                mine[entry.name] = bucket.view(bucket.whole(bucket.own_gradient), entry) / bucket.scale
         return self._gather(mine)
 
     def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,9 @@ def apart(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         collectives.machine_identity = identity
+
+
+OFFLOADED = f"disk:{tempfile.gettempdir()}/shardwise-tests"
 
 
 def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
@@ -104,6 +108,8 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         plan["zero"] = draw(st.integers(0, 3))
         if copies == 4 and draw(st.booleans()):
             plan["shard"], plan["replicate"] = 2, 2
+    if draw(st.booleans()):
+        plan["offload"] = {"optimizer": OFFLOADED}
     plan["cut"] = draw(st.sampled_from(["parameters", "memory"]))
     plan["recompute"] = draw(st.sampled_from(["none", "none", "full", "every:2", "sqrt"]))
     model = {

@@ -7,6 +7,7 @@ last microbatch's backward has filled it (Li et al., arXiv 2006.15704), in an or
 stage 2 on whole gradients exist only while they land: every microbatch's are summed and added to the fragments at once.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,15 +22,18 @@ from shardwise.collectives import sum_of_squares
 from shardwise.data_parallel.reducer import Flat, Pending, Reducer
 from shardwise.gradient import Slot
 from shardwise.layout import Layout, Place, share
+from shardwise.memory.offload import Shelves, Tier, standing_in
 from shardwise.memory.precision import Precision
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Fragment, Optimizer, Packed, override_of
-from shardwise.pieces import Pieces, pieces_of
+from shardwise.pieces import Away, Pieces, pieces_of
 
 # Small enough that the first sum starts early and the last one is short, large enough that a sum is not all latency.
 BUCKET_BYTES = 8 << 20
 # Whole gradient buckets that exist at a time from stage 2 on: one lands while another is summed.
 LANDING_BUFFERS = 2
+# What an update needs of a bucket, of what may live elsewhere.
+KINDS = ("parameters", "master", "gradients", "optimizer")
 
 
 @dataclass
@@ -93,6 +97,7 @@ class Bucket:
         reducer: Reducer,
         further: Sequence[Axis],
         optimizer: Optimizer | None,
+        tiers: dict[str, Tier],
     ) -> None:
         # Those that the optimizer treats alike side by side.
         self.entries = sorted(entries, key=lambda entry: _treatment(entry, optimizer)) if optimizer else entries
@@ -114,14 +119,22 @@ class Bucket:
         self.stop = self.start + length
         dtype = precision.compute
         self.precision = precision
-        common = reducer.allocate_common(self.numel, dtype) if stage else None
+        self.device = device
+        self.fragments: list[Fragment] = []
+        self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
+        self._members: list[set[str]] = []  # the names of each fragment's parameters
+        self._unpacked: dict[int, dict[str, Tensor]] = {}  # by fragment, moments of an optimizer that packs its state
+        self.shelves = Shelves(tiers)
+        away = stage == 3 and self.shelves.put("parameters", [_like(length, dtype)], self._take_own)
+        common = reducer.allocate_common(self.numel, dtype) if stage and not away else None
         self.common = common is not None
         self.gathers = stage == 3 and common is None
         if common is not None:
             self.values = common
             self.own = common[self.start : self.stop]
         elif stage == 3:
-            self.fragment = reducer.allocate(length, dtype, device)
+            if not away:
+                self.fragment = reducer.allocate(length, dtype, device)
             self.values = torch.zeros(self.numel, dtype=dtype, device=device)
             self.own = self.fragment.tensor
         else:
@@ -129,11 +142,14 @@ class Bucket:
             self.full = reducer.allocate(self.numel, dtype, device) if stage else alone
             self.values = self.full.tensor
             self.own = self.values[self.start : self.stop]
-        self.master = torch.zeros(length, dtype=precision.master, device=device) if precision.mixed else self.own
+        if not precision.mixed:
+            self.master = self.own
+        elif not self.shelves.put("master", [_like(length, precision.master)], self._take_master):
+            self.master = torch.zeros(length, dtype=precision.master, device=device)
         self.landing: Flat | None = reducer.allocate(self.numel, precision.master, device) if stage < 2 else None
         if self.landing is not None:
             self.own_gradient = self.landing.tensor[self.start : self.stop]
-        else:
+        elif not self.shelves.put("gradients", [_like(length, precision.master)], self._take_gradient):
             self.own_gradient = torch.zeros(length, dtype=precision.master, device=device)
         for entry in self.entries:
             entry.value = self.view(self.values, entry)
@@ -141,10 +157,6 @@ class Bucket:
         self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
         self.scale = 1.0  # by which the last update clipped the gradient
-        self.fragments: list[Fragment] = []
-        self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
-        self._members: list[set[str]] = []  # the names of each fragment's parameters
-        self._unpacked: dict[int, dict[str, Tensor]] = {}  # by fragment, moments of an optimizer that packs its state
 
     def view(self, flat: Tensor, entry: Entry) -> Tensor:
         """The part of a flat tensor as long as this bucket that belongs to `entry`, in its shape."""
@@ -182,35 +194,61 @@ class Bucket:
                 lr_scale=override.lr_scale,
                 weight_decay=override.weight_decay,
             )
-            fragment.state = optimizer.state(fragment)
             self.fragments.append(fragment)
             self._spans.append(span)
             self._members.append({other.name for other in run})
+        self.shelves.put_states(self.fragments, optimizer, self.device)
 
-    def point_at(self, own: Tensor) -> list[Fragment]:
-        """The fragments, with their parameters in `own` (a copy of `master`)."""
+    @contextlib.contextmanager
+    def ready(self, own: Callable[["Bucket"], Tensor]) -> Iterator[list[Fragment]]:
+        """The fragments, for an update of the masters `own` finds, inside, in the memory that their state is in;
+        afterwards the values are the new ones."""
+        with self.shelves.here(*KINDS):
+            masters = own(self)
+            with self.shelves.beside(masters, self.own_gradient) as (parameters, gradients):
+                for fragment, span in zip(self.fragments, self._spans, strict=True):
+                    fragment.parameter, fragment.gradient = parameters[slice(*span)], gradients[slice(*span)]
+                yield self.fragments
+            self.store()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """What is not there is referred to by nobody, so that its memory is free."""
         for fragment, span in zip(self.fragments, self._spans, strict=True):
-            fragment.parameter = own[slice(*span)]
-        return self.fragments
+            fragment.parameter, fragment.gradient = self.master[slice(*span)], self.own_gradient[slice(*span)]
+
+    def _take_own(self, tensors: list[Tensor]) -> None:
+        (self.own,) = tensors
+        self.fragment = Flat(self.own, None)
+        if not self.precision.mixed:
+            self.master = self.own
+
+    def _take_master(self, tensors: list[Tensor]) -> None:
+        (self.master,) = tensors
+
+    def _take_gradient(self, tensors: list[Tensor]) -> None:
+        (self.own_gradient,) = tensors
 
     def squares(self) -> float:
         """This rank's part of the squared norm of the summed gradients; the parts of the gradient axis add up to it."""
         if not self.counted:
             return 0.0
         between = self.reducer.replicas if self.stage else self.reducer.axis
-        return sum_of_squares(self.own_gradient[slice(*share(self.own_gradient.numel(), between.rank, between.size))])
+        with self.shelves.here("gradients", changed=False):
+            return sum_of_squares(
+                self.own_gradient[slice(*share(self.own_gradient.numel(), between.rank, between.size))]
+            )
 
     def memory(self) -> dict[str, int]:
         """Bytes held between steps, by kind."""
-        whole = self.values if self.stage < 3 else self.own
-        gradients = self.landing.tensor if self.landing is not None else self.own_gradient
-        state = [moment for fragment in self.fragments for moment in fragment.state.values()]
-        state += [self.master] if self.precision.mixed else []
-        return {
-            "parameters": whole.numel() * whole.element_size(),
-            "gradients": gradients.numel() * gradients.element_size(),
-            "optimizer": sum(moment.numel() * moment.element_size() for moment in state),
+        found = {
+            "parameters": [self.values if self.stage < 3 else self.own],
+            "gradients": [self.landing.tensor if self.landing is not None else self.own_gradient],
+            "optimizer": [moment for fragment in self.fragments for moment in fragment.state.values()],
         }
+        found["optimizer"] += [self.master] if self.precision.mixed else []
+        # What is on disk is not held.
+        return {kind: sum(held.nbytes for held in tensors if not held.is_meta) for kind, tensors in found.items()}
 
     # Values at stage 3
 
@@ -223,7 +261,8 @@ class Bucket:
                 storage.resize_(self.numel * self.values.element_size())
             if fill:
                 # Through .data: what autograd has saved sees the same values again, so it need not know.
-                self.reducer.gather(self.fragment, self.values.data)
+                with self.shelves.here("parameters", changed=False):
+                    self.reducer.gather(self.fragment, self.values.data)
 
     def release(self) -> None:
         """One user fewer; without any the memory is given back at stage 3."""
@@ -235,7 +274,7 @@ class Bucket:
         """Memory for the first values of all parameters, (N,), in the master format; to be filled and given to
         `keep_values`."""
         return (
-            torch.zeros(self.numel, dtype=self.precision.master, device=self.own.device)
+            torch.zeros(self.numel, dtype=self.precision.master, device=self.device)
             if self.precision.mixed
             else self.values
         )
@@ -245,13 +284,15 @@ class Bucket:
         if self.precision.mixed:
             self.values.copy_(whole)
         if self.stage == 3 or self.precision.mixed:
-            self.master.copy_(whole[self.start : self.stop])
-            self.store()
+            with self.shelves.here("parameters", "master"):
+                self.master.copy_(whole[self.start : self.stop])
+                self.store()
 
     def store(self) -> None:
         """Take over the masters after an update, or after they were loaded."""
         if self.precision.mixed:
-            self.own.copy_(self.master)
+            with self.shelves.here("parameters", "master"):
+                self.own.copy_(self.master)
 
     def whole(self, own: Tensor) -> Tensor:
         """All ranks' fragments `own` of something as long as this bucket. Collective over the zero axis."""
@@ -271,6 +312,13 @@ class Bucket:
             own = values[low:high]
         else:
             low, high = self.overlap(first, first + entry.numel)
+
+            def of(master: Tensor) -> Pieces:
+                part = master[low - self.start : high - self.start] if low < high else master[:0]
+                return pieces_of(entry.layout, places, part, low - first, high - first)
+
+            if self.master.is_meta:
+                return self._away(of, "master" if self.precision.mixed else "parameters", 0)
             own = self.master[low - self.start : high - self.start] if low < high else self.master[:0]
         if own.numel() == entry.numel and not entry.layout.splits:
             return own.view(entry.shape)
@@ -284,20 +332,36 @@ class Bucket:
         fragment, span = self.fragments[number], self._spans[number]
         moments = fragment.state
         if isinstance(optimizer, Packed):
-            moments = self._unpacked.setdefault(number, optimizer.moments(fragment))
+            if number not in self._unpacked:
+                with self.shelves.here("optimizer", changed=False):
+                    near = self.device if self.shelves.of("optimizer") is None else torch.device("cpu")
+                    self._unpacked[number] = optimizer.moments(standing_in(fragment, near))
+            moments = self._unpacked[number]
+        begin = low - self.start - span[0] if low < high else 0
+        origin = sum(len(other.state) for other in self.fragments[:number])
         found: dict[str, Pieces | Tensor] = {}
-        for name, moment in moments.items():
+        for index, (name, moment) in enumerate(moments.items()):
             kept = optimizer.factored.get(name)
-            if kept is not None:
-                found[name] = pieces_of(_reduced(entry.layout, kept), places, moment.reshape(-1), 0, moment.numel())
-                continue
-            begin = low - self.start - span[0] if low < high else 0
-            part = moment[begin : begin + (high - low)]
-            whole = part.numel() == entry.numel and not entry.layout.splits
-            found[name] = (
-                part.view(entry.shape) if whole else pieces_of(entry.layout, places, part, low - first, high - first)
-            )
+
+            def of(moment: Tensor, kept: tuple[int, ...] | None = kept) -> Pieces:
+                if kept is not None:
+                    return pieces_of(_reduced(entry.layout, kept), places, moment.reshape(-1), 0, moment.numel())
+                return pieces_of(entry.layout, places, moment[begin : begin + (high - low)], low - first, high - first)
+
+            if moment.is_meta:
+                found[name] = self._away(of, "optimizer", origin + index)
+            elif kept is None and high - low == entry.numel and not entry.layout.splits:
+                found[name] = moment[begin : begin + (high - low)].view(entry.shape)
+            else:
+                found[name] = of(moment)
         return found
+
+    def _away(self, of: Callable[[Tensor], Pieces], kind: str, index: int) -> Pieces:
+        """Pieces of a tensor on a shelf, brought when they are asked for."""
+        shelf = self.shelves.of(kind)
+        assert shelf is not None
+        placeholder = of(shelf.away[index])
+        return Away(placeholder.shape, placeholder.boxes, lambda: of(shelf.peek(index)))
 
     def begin_state(self) -> None:
         """`moment_pieces` is about to be called anew: state that is kept packed has changed since."""
@@ -306,8 +370,9 @@ class Bucket:
     def take_moments(self, optimizer: Optimizer) -> None:
         """Take what was loaded in place into what `moment_pieces` gave."""
         if isinstance(optimizer, Packed):
-            for number, moments in self._unpacked.items():
-                optimizer.pack(self.fragments[number], moments)
+            with self.shelves.here("optimizer"):
+                for number, moments in self._unpacked.items():
+                    optimizer.pack(self.fragments[number], moments)
         self._unpacked.clear()
 
 
@@ -315,6 +380,10 @@ def _treatment(entry: Entry, optimizer: Optimizer) -> tuple[bool, float, float]:
     """What two parameters must have in common to be updated in one run, in the order in which a bucket holds them."""
     override = override_of(optimizer.overrides, entry.name)
     return not entry.decay, override.lr_scale, -1.0 if override.weight_decay is None else override.weight_decay
+
+
+def _like(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(length, dtype=dtype, device="meta")
 
 
 def _reduced(layout: Layout, kept: tuple[int, ...]) -> Layout:
@@ -337,6 +406,7 @@ class Buckets:
         optimizer: whose state to hold; None holds none.
         bucket_bytes: a bucket is closed once it is at least so large.
         puts_off: whether a schedule computes weight gradients apart from input gradients.
+        tiers: what lives elsewhere, by key of `plan.offload`.
     """
 
     def __init__(
@@ -350,14 +420,16 @@ class Buckets:
         optimizer: Optimizer | None,
         bucket_bytes: int = BUCKET_BYTES,
         puts_off: bool = False,
+        tiers: dict[str, Tier] | None = None,
     ) -> None:
         self.stage = stage
         self.reducer = reducer
         # Backward fills the last layers first.
         self.buckets = [
-            Bucket(group, stage, precision, device, reducer, further[group[0].extra], optimizer)
+            Bucket(group, stage, precision, device, reducer, further[group[0].extra], optimizer, tiers or {})
             for group in _groups(reversed(entries), precision.master.itemsize, bucket_bytes, by_unit=stage == 3)
         ]
+        self._brings = bool(tiers)
         self._home: dict[str, tuple[int, Bucket]] = {}
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
@@ -500,6 +572,8 @@ class Buckets:
             self._learning = False
         if self.every_microbatch:
             self._begin_pass()
+        if self._brings and self.buckets:
+            self.buckets[0].shelves.prefetch("optimizer", "master")
 
     def wait(self) -> None:
         """Wait for the sums."""
@@ -530,16 +604,20 @@ class Buckets:
             splits: by the axes that layouts divide parameters over ("tensor"), this rank's place on them.
         """
         with torch.no_grad():
-            fragments = [fragment for bucket in self.buckets for fragment in bucket.point_at(own(bucket))]
-            for bucket in self.buckets:
-                bucket.scale = scale.clip
             axes = [self.reducer.zero] if self.stage else []
-            for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale.clip / scale.loss):
-                for split in (False, True):
-                    chosen = [request.tensor for request in sums if request.split == split]
-                    _sum_together(chosen, [*axes, *splits.values()] if split else axes)
-            for bucket in self.buckets:
-                bucket.store()
+            # One by one what must be brought, all together what is there.
+            groups = [[bucket] for bucket in self.buckets] if self._brings else [self.buckets]
+            for group, following in zip(groups, [*groups[1:], []], strict=True):
+                for bucket in following:
+                    bucket.shelves.prefetch(*KINDS)
+                with contextlib.ExitStack() as stack:
+                    fragments = [part for bucket in group for part in stack.enter_context(bucket.ready(own))]
+                    for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale.clip / scale.loss):
+                        for split in (False, True):
+                            chosen = [request.tensor for request in sums if request.split == split]
+                            _sum_together(chosen, [*axes, *splits.values()] if split else axes)
+                    for bucket in group:
+                        bucket.scale = scale.loss if bucket.shelves.keeps_gradients else scale.clip
 
     def refresh(self) -> None:
         """Take the other ranks' updated fragments, once all have met after their updates."""

@@ -145,7 +145,8 @@ class Checkpoints:
         return None
 
     def save(self, step: int, state: State, facts: dict[str, Any]) -> None:
-        """Writes a checkpoint. An asynchronous one is only copied now, and the next step may change the state at once.
+        """Writes a checkpoint. An asynchronous one is only copied now, and the next step may change the state at once;
+        of state on disk (`plan.offload`) it is written now.
 
         If it cannot be written, the user is told and `failure` says why; what is on disk is left as it is.
 
@@ -159,7 +160,8 @@ class Checkpoints:
             return
         part = path_of(self.folder, step).with_suffix(".part")
         staged = self._stager.stage(state)
-        if self.config.asynchronous:
+        # What is not in memory is not copied: it is written before the next step changes it.
+        if self.config.asynchronous and not staged.away:
             self._writing = self._thread.submit(self._write, step, part, staged, facts)
         else:
             self._write(step, part, staged, facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 
 from shardwise.training.ranks import Ranks, reason_of
@@ -29,6 +31,11 @@ GONE = (
     "socket timeout",
     "is gone:",
     "does not answer on",
+)
+
+LESS_MEMORY = (
+    'the memory is full: set plan.offload.optimizer to "disk:FOLDER", divide state between ranks with plan.zero, or '
+    'raise plan.microbatches or set plan.recompute to "full" for fewer activations'
 )
 
 
@@ -77,12 +84,24 @@ class Fault:
 def fault_of(error: BaseException, rank: int) -> Fault:
     """The fault that an exception, caught just now, is."""
     trace = "".join(traceback.format_exception(error))
+    if _out_of_memory(error):
+        line = f"rank {rank}: {reason_of(error).splitlines()[0]}; {LESS_MEMORY}"
+        return Fault(rank, "told", False, line, trace, time.time_ns())
     kind = _kind(error)
     asked = kind == "told" and isinstance(error, ValueError)
     # What the user asked for, or what stopped the job as a whole, is no rank's own.
     own = kind == "told" and not asked and not isinstance(error, TrainingError)
     whose = f"rank {rank}: " if own else ""
     return Fault(rank, kind, asked, whose + reason_of(error), trace, time.time_ns())
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # The allocator of CPU memory has no type of its own for it.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _kind(error: BaseException) -> Literal["told", "peer", "bug"]:

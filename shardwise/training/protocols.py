@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from shardwise.memory.offload import Traffic
 from shardwise.pipeline_parallel.timeline import Timeline
 
 
@@ -12,8 +13,8 @@ class StepMetrics(Protocol):
     """What a step tells; reading the loss may wait for other ranks, so that is left until it is needed.
 
     `loss` is in nats per target, `tokens` counts the targets of the global batch, `gradient_norm` is of all gradients,
-    `skipped` steps changed nothing, `faulty_rank` is the first whose own loss was not finite, and `loss_scale` is
-    fp16's factor on the loss after the step.
+    `skipped` steps changed nothing, `faulty_rank` is the first whose own loss was not finite, `loss_scale` is
+    fp16's factor on the loss after the step, and `offload` is what this rank moved for `plan.offload`.
     """
 
     @property
@@ -33,6 +34,9 @@ class StepMetrics(Protocol):
 
     @property
     def loss_scale(self) -> float | None: ...
+
+    @property
+    def offload(self) -> Traffic | None: ...
 
 
 class Trainable(Protocol):

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from shardwise.pieces import Away
 from shardwise.training.ranks import Ranks, RanksFailed
 
 State = Mapping[str, Any]
@@ -52,27 +53,31 @@ def _items(state: State) -> list[WriteItem]:
 
 
 class _Copies(DefaultSavePlanner):
-    """A planner that hands out pieces that were copied before."""
+    """A planner that hands out pieces that were copied before, and brings others one by one."""
 
-    def __init__(self, tensors: dict[MetadataIndex, Tensor]) -> None:
+    def __init__(self, staged: Staged) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.tensors = tensors
+        self._staged = staged
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.tensors[index]
+        staged = self._staged
+        return staged.tensors[index] if index in staged.tensors else _shard(staged.away, index)
 
 
 @dataclass
 class Staged:
-    """What one rank writes of a checkpoint: its part of the global plan, and the tensors, which no step touches."""
+    """What one rank writes of a checkpoint: its part of the global plan, and the tensors, which no step touches; or,
+    of what is not in memory, where it is: then no step may be taken before it is written."""
 
     plan: SavePlan
     metadata: Metadata
     tensors: dict[MetadataIndex, Tensor]
+    away: dict[str, Away] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        here = sum(tensor.nbytes for tensor in self.tensors.values())
+        return here + sum(tensor.nbytes for pieces in self.away.values() for _, tensor in pieces.boxes)
 
 
 class Stager:
@@ -104,8 +109,9 @@ class Stager:
             self._items = items
         assert self._planned is not None
         plan, metadata = self._planned
-        tensors = {item.index: _shard(state, item.index) for item in plan.items}
-        return Staged(plan, metadata, self._copied(tensors) if self._copy else tensors)
+        away = {key: held for key, held in state.items() if isinstance(held, Away)}
+        tensors = {item.index: _shard(state, item.index) for item in plan.items if item.index.fqn not in away}
+        return Staged(plan, metadata, self._copied(tensors) if self._copy else tensors, away)
 
     def _plan(self, items: list[WriteItem]) -> tuple[SavePlan, Metadata]:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -214,7 +220,7 @@ class Writer:
         """
         plan = SavePlan(staged.plan.items)
         plan = self._writer.prepare_global_plan([SavePlan([])] * self.rank + [plan])[self.rank]
-        return self._writer.write_data(plan, _Copies(staged.tensors)).value()
+        return self._writer.write_data(plan, _Copies(staged)).value()
 
     @property
     def written(self) -> dict[str, dict[str, Any]]:

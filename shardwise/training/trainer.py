@@ -326,6 +326,8 @@ class Trainer:
         self._timing = Timing()
         self.display.row(row)
         totals = {"tokens": progress.tokens, "samples": progress.samples, "seconds": progress.seconds}
+        moved = asdict(metrics.offload) if metrics.offload is not None else {}
+        totals |= {f"offload_{name}": value for name, value in moved.items()}
         self._write("train", {**asdict(row), **totals})
 
     def _evaluate(self) -> bool:

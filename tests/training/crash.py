@@ -29,7 +29,7 @@ from shardwise.training.config import CheckpointConfig, LogConfig, TrainConfig
 from shardwise.training.faults import JobFailed
 from shardwise.training.ranks import Ranks
 
-TIMES = ("seconds", "tokens_per_second", "utilisation", "seconds_left")
+TIMES = ("seconds", "tokens_per_second", "utilisation", "seconds_left", "offload_hidden", "offload_waited")
 
 
 def small_job(

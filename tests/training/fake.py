@@ -51,6 +51,7 @@ class StepMetrics:
     skipped: bool
     faulty_rank: int | None = None
     loss_scale: float | None = None
+    offload: None = None
 
 
 class FakeParallel:

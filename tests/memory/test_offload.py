@@ -1,0 +1,207 @@
+"""State on disk: the same steps bit by bit, checkpoints, and what a disk does to it."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.memory import offload_files
+from shardwise.memory.offload_files import DiskFile, OffloadError
+from shardwise.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon
+from shardwise.optimizers.optimizer import Optimizer
+from shardwise.parallel import Parallel
+from shardwise.parallelize import parallelize
+from shardwise.plan import Plan
+from shardwise.training import storage
+from shardwise.training.checkpoints import Checkpoints
+from shardwise.training.config import CheckpointConfig
+from shardwise.training.faults import fault_of
+from shardwise.training.ranks import Ranks
+from shardwise.verify import verify
+from tests.pool import run_ranks
+from tests.small_models import build, make_batches
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": AdamW(lr=1e-2),
+    "adafactor": Adafactor(momentum=0.9),
+    "adamw-8bit": AdamW8bit(lr=1e-2, smallest=30, block=16, exclude=()),
+    "muon": Muon(lr=1e-2),
+    "lion": Lion(lr=1e-2),
+    "sgd": SGD(lr=0.1),
+}
+STEPS = make_batches(4, 12, 4)
+
+
+def make(plan: dict[str, Any], optimizer: str, offload: dict[str, str]) -> Parallel:
+    return parallelize(
+        build({"num_blocks": 4, "tied": True}),
+        Plan(**plan, offload=offload),
+        optimizer=OPTIMIZERS[optimizer],
+        clip=1.0,
+        bucket_bytes=600,
+    )
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+def states(parallel: Parallel) -> dict[str, Tensor]:
+    return parallel.full_parameters() | {f"grad {k}": v for k, v in parallel.full_gradients().items()}
+
+
+def with_and_without(plan: dict[str, Any], optimizer: str, offload: dict[str, str], folder: str) -> list[str]:
+    """What differs after a few steps; then after state was saved, loaded into a new model, and a step taken there."""
+    alone, away = make(plan, optimizer, {}), make(plan, optimizer, offload)
+    for batch in STEPS[:3]:
+        assert alone.step(alone.share(batch)).loss == away.step(away.share(batch)).loss
+    found = differing(states(alone), states(away))
+    checkpoints = Checkpoints(Path(folder) / "run", CheckpointConfig(), Ranks.world(), Ranks.world(), print)
+    checkpoints.prepare()
+    checkpoints.save(3, away.state_dict(), {})
+    away.step(away.share(STEPS[3]))  # what is being written is what was saved
+    path = checkpoints.latest()
+    assert path is not None, checkpoints.failure
+    checkpoints.close()
+    fresh, plain = make(plan, optimizer, offload), make(plan, optimizer, {})
+    for other in (fresh, plain):
+        storage.load(other.state_dict(), path, Ranks.world())
+        other.loaded()
+        other.step(other.share(STEPS[3]))
+        found += differing(states(away), states(other))
+    for parallel in (alone, away, fresh, plain):
+        parallel.close()
+    return found
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"shard": 2, "zero": 1, "microbatches": 2},
+    {"shard": 2, "zero": 2, "precision": "bf16"},
+    {"shard": 2, "zero": 3, "pipeline": 2, "microbatches": 3, "precision": "fp16", "schedule": "zb-h1"},
+]
+
+
+def offloaded(plan: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Everything that a plan allows."""
+    kinds = ["optimizer", "master"] if plan.get("precision") in ("bf16", "fp16") else ["optimizer"]
+    return {kind: f"disk:{folder / 'state'}" for kind in kinds}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_state_on_disk_changes_no_bit(layout: dict[str, Any], tmp_path: Path) -> None:
+    ranks = Plan(**layout).num_ranks
+    where = offloaded(layout, tmp_path)
+    assert run_ranks(with_and_without, ranks, layout, "adamw", where, str(tmp_path)) == [[]] * ranks
+    assert os.listdir(tmp_path / "state") == []
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_every_optimizers_state_on_disk_changes_no_bit(optimizer: str, tmp_path: Path) -> None:
+    layout = {"shard": 2, "zero": 2, "precision": "bf16"}
+    where = offloaded(layout, tmp_path)
+    assert run_ranks(with_and_without, 2, layout, optimizer, where, str(tmp_path)) == [[], []]
+
+
+def agrees(plan: dict[str, Any], optimizer: str) -> str:
+    report = verify(
+        build({"num_blocks": 4, "tied": True}),
+        Plan(**plan),
+        STEPS,
+        optimizer=OPTIMIZERS[optimizer],
+        clip=0.5,
+        bucket_bytes=600,
+    )
+    return "" if report.agrees else report.describe()
+
+
+def test_host_memory_of_a_cpu_is_where_everything_is() -> None:
+    plan = Plan(offload={"optimizer": "cpu"})
+    parallel = parallelize(build({}), plan, optimizer=AdamW())
+    assert parallel.memory()["optimizer"] > 0
+    parallel.close()
+
+
+def test_state_on_disk_is_not_held(tmp_path: Path) -> None:
+    parallel = make({"precision": "bf16"}, "adamw", offloaded({"precision": "bf16"}, tmp_path))
+    assert parallel.memory()["optimizer"] == 0
+    parallel.step(STEPS[0])
+    assert parallel.memory()["optimizer"] == 0
+    parallel.close()
+
+
+# Faults
+
+
+def test_a_full_disk_is_one_line_with_the_key_the_path_and_the_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = DiskFile(tmp_path / "state", "optimizer")
+    with pytest.raises(OffloadError) as caught:
+        file.take(1 << 50)
+    text = str(caught.value)
+    assert text.startswith(f"plan.offload.optimizer: {tmp_path / 'state'}: ")
+    assert "make room, name a folder on another disk, or leave the key out" in text
+    assert "\n" not in text
+
+
+def test_a_folder_without_a_parent_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"plan.offload.master: .*/gone/state: No such file .*must be there.*"):
+        DiskFile(tmp_path / "gone" / "state", "master")
+
+
+def test_a_folder_that_vanishes_does_no_harm(tmp_path: Path) -> None:
+    parallel = make({}, "adamw", {"optimizer": f"disk:{tmp_path / 'state'}"})
+    parallel.step(STEPS[0])
+    (tmp_path / "state").rmdir()
+    assert parallel.step(STEPS[1]).loss > 0
+    parallel.close()
+
+
+def test_a_file_that_was_cut_is_one_line(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path, "optimizer")
+    offset = file.take(10_000)
+    os.truncate(file._file, 100)
+    with pytest.raises(OffloadError, match=r"plan.offload.optimizer: .* was cut to 100 bytes of .* last checkpoint"):
+        file.map(offset, 10_000)
+
+
+def test_leftovers_of_a_file_system_without_unnamed_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / f"{offload_files.PREFIX}left"
+    left.touch()
+    real = os.open
+
+    def refuses(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuses)
+    file = DiskFile(tmp_path, "optimizer")
+    memory = file.map(file.take(100), 100)
+    memory.fill_(7)
+    assert os.listdir(tmp_path) == []
+    assert file.map(0, 100).eq(7).all()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:132] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+        MemoryError("8 bytes of /x cannot be mapped"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_is_full_is_one_line_that_names_the_options(error: Exception) -> None:
+    fault = fault_of(error, 3)
+    assert fault.kind == "told"
+    assert re.fullmatch(
+        r"rank 3: .*: set plan.offload.optimizer to \"disk:FOLDER\", .* plan.zero.* plan.recompute .*", fault.line
+    )
