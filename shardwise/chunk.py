@@ -15,6 +15,7 @@ from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Half
 from shardwise.randomness import seed_generators
+from shardwise.tensor_parallel.slices import Slices
 
 Owner = tuple[nn.Module, str]
 
@@ -42,6 +43,7 @@ class ModelChunk:
         seeds: microbatch -> seed of the random numbers of its forward.
         splits: by name, the axes that layouts divide parameters over.
         version_of: microbatch -> the weight version it uses, for asynchronous schedules.
+        slices: of sequences that are computed slice by slice, which then count as microbatches.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelChunk:
         seeds: Callable[[int], int],
         splits: dict[str, Axis],
         version_of: Callable[[int], int] | None,
+        slices: Slices | None = None,
     ) -> None:
         self.module = module
         self.buckets = buckets
@@ -68,6 +71,7 @@ class ModelChunk:
         self._splits = splits
         self._units = Units(module, buckets)
         self._version_of = version_of
+        self._slices = slices
         self._put_off: dict[int, list[Callable[[], None]]] = {}
         self._next_microbatch = 0
         values = {id(bucket): bucket.values for bucket in buckets.buckets}
@@ -77,8 +81,11 @@ class ModelChunk:
 
     # The runner's side
 
-    def forward(self, microbatch: int, received: tuple[Any, ...], inputs: Any) -> Any:
-        """Run the modules with the microbatch's weight version and random numbers."""
+    def forward(self, microbatch: int, received: tuple[Any, ...], inputs: Any, again: bool = False) -> Any:
+        """Run the modules with the microbatch's weight version and random numbers, the first time or, with the same
+        result, again."""
+        if self._slices is not None:
+            self._slices.enter(microbatch, again)
         if self._version_of is not None and torch.is_grad_enabled():
             number = self._version_of(microbatch)
             assert number in self._versions, (number, sorted(self._versions), self.current)
@@ -97,6 +104,8 @@ class ModelChunk:
 
     def begin_backward(self, half: Half) -> None:
         """Make ready for what lands in this pass: the buckets count the last ones, the tape keeps what is put off."""
+        if self._slices is not None:  # layers may be computed again
+            self._slices.enter(half.microbatch, again=True)
         for buckets in (self.buckets, *self._shared):
             if buckets.spent:
                 buckets.begin()

@@ -10,7 +10,7 @@ from shardwise.state import fingerprint
 
 
 def refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:
-    if plan.data_parallel * plan.context * plan.microbatches == 1:
+    if plan.data_parallel * plan.context * plan.microbatches * plan.slices == 1:
         return
     for name, module in model.named_modules():
         synchronised = isinstance(module, nn.SyncBatchNorm) and plan.microbatches == 1

@@ -268,7 +268,7 @@ class Parallel:
     def _feed(self, batch: Batch, first: int, training: bool) -> Callable[[], Tensor]:
         """Give the runner the batch's microbatches, numbered from `first`. Returns the global counts by update, once
         they are there."""
-        num = self.schedule.num_microbatches
+        num = self.plan.microbatches
         if training and batches.num_rows(batch) < num:
             raise ValueError(
                 f"a batch of {batches.num_rows(batch)} rows cannot make plan.microbatches = {num}; use fewer "
@@ -279,9 +279,11 @@ class Parallel:
         counts = torch.zeros(max(self._group_of) + 1, dtype=torch.int64)
         if training:
             for number, (_, targets) in enumerate(parts):
-                counts[self._group_of[number]] += torch.as_tensor(self._loss.count(targets)).cpu()
+                group = self._group_of[number * self.schedule.slices]
+                counts[group] += torch.as_tensor(self._loss.count(targets)).cpu()
         wait = self._sums["data"].start(counts) if training else lambda: counts
-        for number, (inputs, targets) in enumerate(map(self._assembly.local, parts)):
+        runs = [run for number, part in enumerate(parts) for run in self._assembly.local(part, number)]
+        for number, (inputs, targets) in enumerate(runs):
             group = self._group_of[number]
             self._runner.feed(
                 first + number,
@@ -406,19 +408,19 @@ class Parallel:
     def measure(self, example: Batch, repeats: int = 3) -> Timeline | None:
         """Run the schedule's passes without its updates on an example in every microbatch; what ran when, on all ranks.
         Changes nothing."""
-        num = self.schedule.num_microbatches
+        num = self.plan.microbatches
         example = batches.in_precision(batches.to_device(example, self._device), self._dtype)
         count = torch.as_tensor(self._loss.count(example[1]))
-        example = self._assembly.local(example)
         rows = tuple(tuple(action for action in row if action.kind is not Kind.U) for row in self.schedule.rows)
         steps = transfers(self.schedule, self._rank, rows)
         state = generators()
         for repeat in range(repeats):
             if repeat == 1:  # the first run negotiates shapes and warms caches
                 self.record()
-            for number in range(num):
-                signature = (True, *batches.signature(example[0]))
-                self._runner.feed(number, Microbatch(*example, signature, lambda: count))
+            runs = [run for number in range(num) for run in self._assembly.local(example, number)]
+            for number, (inputs, targets) in enumerate(runs):
+                signature = (True, *batches.signature(inputs))
+                self._runner.feed(number, Microbatch(inputs, targets, signature, lambda: count))
             self._runner.run(steps, 0)
             self._runner.finish()
             self._note(0)
@@ -452,7 +454,8 @@ class Parallel:
         self._events, self._runner.stamps = [], None
         everyone = collectives.all_gather_object(mine, self.mesh.axis("world"))
         events = tuple(event for part in everyone for event in part)
-        return Timeline(self.schedule.name, "measured", "s", events).from_zero() if events else None
+        found = Timeline(self.schedule.name, "measured", "s", events, self.schedule.slices)
+        return found.from_zero() if events else None
 
     def _note(self, first: int) -> None:
         """Take what the runner noted of one step, whose microbatches are numbered from `first`."""

@@ -42,6 +42,7 @@ from shardwise.tensor_parallel.context import divide
 from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers
 from shardwise.tensor_parallel.rules import Rules
+from shardwise.tensor_parallel.slices import divide as divide_in_time
 from shardwise.values import move_buffers, place, settle_frozen
 
 # What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the
@@ -151,6 +152,7 @@ def parallelize(
         for module in mine:
             division.region.attend(module)
     context = divide(model, mine, mesh, plan.context_method) if plan.context > 1 else None
+    slices = divide_in_time(model, plan.slices) if plan.slices > 1 else None
     stage_parameters = [[names[id(parameter)] for parameter in stage.parameters()] for stage in stages]
 
     # 2. Layouts and buckets
@@ -264,12 +266,15 @@ def parallelize(
                 seeds,
                 splits,
                 None if table is None else (lambda microbatch, stage=number_of_stage: table(microbatch, stage)),  # type: ignore[misc]
+                slices,
             )
         )
 
     notes = [part.note for part in ((division.region if division is not None else None), context) if part is not None]
+    # Of a slice everything is computed again, and its head's logits too: no block of it need be.
+    whole = slices is not None and plan.recompute == "full"
     for chunk, most in zip(chunks, recompute.in_flight(schedule, axis.rank), strict=True):
-        recompute.apply(chunk.module, plan.recompute, [chunk.note, *notes], most)
+        recompute.apply(chunk.module, "none" if whole else plan.recompute, [chunk.note, *notes], most)
 
     for name, slot in slots.items():
         hook(live[name], slot)
@@ -278,6 +283,16 @@ def parallelize(
     alike = division.region.exchange if division is not None and not plan.sequence else None
     wire = Wire(axis, device, schedule.total_stages - 1, negotiate, alike)
     runner = Runner(schedule, axis.rank, chunks, wire, loss.sum, lambda action: parallel.update(action))
+    if slices is not None:
+        runner.recompute = whole
+        runner.finished = slices.finished
+
+    def local(microbatch: Batch, number: int) -> list[Batch]:
+        """What this rank computes of a microbatch, in order."""
+        if slices is not None:
+            return slices.cut(microbatch, number)
+        return [context.local(microbatch) if context is not None else microbatch]
+
     assembly = Assembly(
         model if schedule.total_stages == 1 else nn.ModuleList(mine),
         chunks,
@@ -292,7 +307,7 @@ def parallelize(
         order,
         layouts,
         stage_parameters,
-        context.local if context is not None else (lambda batch: batch),
+        local,
         traffic if tiers else None,
     )
     parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, precision=precision)
@@ -315,7 +330,14 @@ def build_schedule(plan: Plan) -> Schedule:
         ValueError: it does not exist for the plan's numbers, or its file does not fit them.
     """
     name = "zb-h1" if plan.schedule == "auto" else plan.schedule
-    schedule = schedules.build(name, plan.pipeline, plan.microbatches, plan.chunks, vertical_sync=plan.vertical_sync)
+    schedule = schedules.build(
+        name,
+        plan.pipeline,
+        plan.microbatches,
+        plan.chunks,
+        slices=plan.slices,
+        vertical_sync=plan.vertical_sync,
+    )
     schedules.check(schedule)
     # A file says exactly what to run. From ZeRO stage 2 on, gradients that two passes make cost further memory.
     as_it_is = plan.schedule.endswith(SCHEDULE_FILES) or plan.zero >= 2

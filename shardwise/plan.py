@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise import toml
-from shardwise.pipeline_parallel.schedule import FAMILIES, Family, build
+from shardwise.pipeline_parallel.schedule import FAMILIES, SLICED, Family, build
 from shardwise.plan_values import (
     ASYNCHRONOUS,
     Averaging,
@@ -77,6 +77,8 @@ class Plan(BaseModel):
     """Model chunks per pipeline rank."""
     microbatches: Size = 1
     """Pieces of the batch that pass through the model one after another; gradients accumulate over them."""
+    slices: Size = 1
+    """Slices that every sequence is cut into, which pass one by one; what each attends to is kept for those behind."""
     cut: Cut = "parameters"
     """What is balanced between stages, or the number of layers of each stage in model order."""
     in_flight: Annotated[int, Field(ge=0)] = 0
@@ -308,6 +310,50 @@ def _context(plan: Plan, job: _Job) -> Iterator[Problem]:
         )
 
 
+def _slices(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.slices == 1:
+        return
+    if plan.schedule in FAMILIES and plan.schedule not in SLICED:
+        yield Problem(
+            "plan.schedule",
+            f"{plan.schedule} does not know that slices go forward in order and backward in the opposite one",
+            f"set it to {' or '.join(SLICED)}, or plan.slices to 1",
+        )
+    if plan.context > 1:
+        yield Problem(
+            "plan.slices",
+            f"{plan.slices} slices in time of what context {plan.context} has divided over ranks already is not built",
+            "set plan.slices or plan.context to 1",
+        )
+    length = job.setting("sequence")
+    if length and plan.slices > length:
+        yield Problem("plan.slices", f"{plan.slices} slices of {length} positions", f"set it to {length} or less")
+    if job.model is None:
+        return
+    if not isinstance(job.model, BaseModel):
+        from shardwise.tensor_parallel import context  # with torch, which most uses of a plan do without
+
+        try:
+            context.check(job.model, "slices")
+        except ValueError as error:
+            reason, _, mend = str(error).partition("; ")
+            yield Problem("plan.slices", reason, mend)
+        return
+    if job.model.dropout:
+        yield Problem(
+            "plan.slices",
+            f"attention over slices never holds its weights, of which model.dropout = {job.model.dropout} would drop "
+            "some",
+            "set model.dropout to 0, or plan.slices to 1",
+        )
+    if job.model.rope_scaling.kind == "dynamic":
+        yield Problem(
+            "plan.slices",
+            "dynamic rotary scaling turns positions by the length of the whole sequence, which no slice shows",
+            "set model.rope_scaling.kind to yarn or llama3, or plan.slices to 1",
+        )
+
+
 def _chunks(plan: Plan, job: _Job) -> Iterator[Problem]:
     family = FAMILIES.get(plan.schedule)
     if family is None or _holds(family, plan.chunks):
@@ -348,7 +394,9 @@ def _schedule_file(plan: Plan, job: _Job) -> Iterator[Problem]:
     if plan.schedule in FAMILIES:
         return
     try:
-        build(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+        found = build(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks, slices=plan.slices)
+        if found.asynchronous and plan.slices > 1:
+            raise ValueError("the file's schedule is asynchronous, which slices are not; set plan.slices to 1")
     except ValueError as error:
         reason, _, mend = str(error).partition("; ")
         yield Problem("plan.schedule", reason, mend or "mend the file or name another schedule")
@@ -483,6 +531,7 @@ _RULES = (
     _sequence,
     _tensor,
     _context,
+    _slices,
     _chunks,
     _two_versions,
     _tied,

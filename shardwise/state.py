@@ -38,7 +38,7 @@ class Assembly:
     order: list[str]  # parameter names as the whole model registers them
     layouts: dict[str, Layout]
     stage_parameters: list[list[str]]  # by stage, the names of its parameters
-    local: Callable[[Batch], Batch]  # of a microbatch, the part this context rank computes
+    local: Callable[[Batch, int], list[Batch]]  # (microbatch, its number) -> what this rank computes of it, in order
     traffic: Traffic | None  # what offloading has moved; None if nothing is offloaded
 
 

@@ -53,7 +53,7 @@ class Schedule:
         name: the family's name, for messages and drawings.
         num_stages: p, the number of pipeline ranks.
         num_chunks: v, the model chunks each rank holds; the model has p * v stages in all.
-        num_microbatches: m, microbatches per step.
+        num_microbatches: m, microbatches per step; a slice of a sequence counts as one.
         placement: `placement[rank][chunk]` is the global stage, 0 to p * v - 1, ascending on every rank.
         rows: the actions of each rank in order, complete from an empty pipeline to an empty pipeline.
         asynchronous: whether updates happen while other microbatches are in flight.
@@ -61,6 +61,8 @@ class Schedule:
         rounds: of asynchronous schedules that do not flush between steps: `(first, next, drain)`, three sets of rows.
             Microbatches are numbered from the first one of the step they run in, so negative ones are in flight from
             earlier steps; `drain` is numbered like the step that would follow. `round_rows` and `drain_rows` select.
+        slices: so many consecutive microbatches are the slices of the same sequences. On every stage their forwards run
+            in this order, and their backwards in the opposite one (TeraPipe, 2102.07988).
     """
 
     name: str
@@ -72,6 +74,7 @@ class Schedule:
     asynchronous: bool = False
     weights: Weights = Weights.LATEST
     rounds: tuple[Rows, Rows, Rows] | None = None
+    slices: int = 1
 
     @property
     def total_stages(self) -> int:
@@ -103,6 +106,16 @@ def vee(num_stages: int) -> tuple[tuple[int, ...], ...]:
 def updates(num_microbatches: int, num_chunks: int = 1) -> Row:
     """The flush of a synchronous schedule: one update per chunk."""
     return tuple(Action(Kind.U, num_microbatches - 1, chunk) for chunk in range(num_chunks))
+
+
+def backward_order(num_microbatches: int, slices: int) -> list[int]:
+    """Microbatches in the order of their backwards: sequence by sequence, the last slice of each first."""
+    return [first + slices - 1 - index for first in range(0, num_microbatches, slices) for index in range(slices)]
+
+
+def label(microbatch: int, slices: int) -> str:
+    """How a microbatch is called in drawings: with slices by its sequence and slice, such as 2.0."""
+    return str(microbatch) if slices == 1 else "{}.{}".format(*divmod(microbatch, slices))
 
 
 def shift(rows: Rows, offset: int) -> Rows:
@@ -152,6 +165,7 @@ def unroll(schedule: Schedule, num_steps: int) -> Schedule:
         rows=rows,
         asynchronous=schedule.asynchronous or num_steps > 1,
         weights=schedule.weights,
+        slices=schedule.slices,
     )
 
 

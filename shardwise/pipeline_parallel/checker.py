@@ -37,7 +37,8 @@ def check(schedule: Schedule) -> Report:
 
     Every microbatch passes every stage once forward and once backward (B and W, or BW), each after what it depends on;
     every gradient is followed by an update; a synchronous schedule updates each chunk once, after all of its
-    gradients; the derived transfers do not deadlock even if each of them blocks (rendezvous).
+    gradients; slices of a sequence go forward in order and backward in the opposite one; the derived transfers do not
+    deadlock even if each of them blocks (rendezvous).
 
     Raises:
         ScheduleError: one line with the rank, the action and the reason.
@@ -47,6 +48,7 @@ def check(schedule: Schedule) -> Report:
         _check_rounds(schedule)
     for rank, row in enumerate(schedule.rows):
         _check_row(schedule, rank, row)
+        _check_slices(schedule, rank, row)
     steps = all_transfers(schedule)
     rendezvous(steps)
     version = versions(schedule)
@@ -112,6 +114,10 @@ def _check_shape(schedule: Schedule) -> None:
             f"{schedule.name}: stages, chunks and microbatches must be at least 1, "
             f"not {p}, {v} and {schedule.num_microbatches}"
         )
+    if schedule.slices < 1 or schedule.num_microbatches % schedule.slices:
+        raise ScheduleError(
+            f"{schedule.name}: {schedule.num_microbatches} microbatches cannot be sequences of {schedule.slices} slices"
+        )
     if len(schedule.rows) != p:
         raise ScheduleError(f"{schedule.name}: {len(schedule.rows)} rows for {p} ranks; give one row per rank")
     if [len(stages) for stages in schedule.placement] != [v] * p:
@@ -175,6 +181,27 @@ def _check_row(schedule: Schedule, rank: int, row: Row) -> None:
                         f"{' (or BW)' if kind is not Kind.F else ''}; add it to the row"
                     )
         _check_updates(schedule, rank, row, chunk)
+
+
+def _check_slices(schedule: Schedule, rank: int, row: Row) -> None:
+    """A slice's forward needs the keys and values of the slices before it, and its backward the gradients that the
+    slices behind it have found for its own."""
+    n = schedule.slices
+    if n == 1:
+        return
+    seen: set[tuple[Kind, int, int]] = set()
+    for position, action in enumerate(row):
+        first = action.microbatch // n * n
+        for kind in passes(action):
+            if kind not in (Kind.F, Kind.B):
+                continue
+            before = action.microbatch + (-1 if kind is Kind.F else 1)
+            if first <= before < first + n and (kind, before, action.chunk) not in seen:
+                raise ScheduleError(
+                    f"rank {rank} action {position} ({action}): stands before {Action(kind, before, action.chunk)}, of "
+                    f"the slice {'before' if kind is Kind.F else 'behind'} it of the same sequence; move it behind that"
+                )
+            seen.add((kind, action.microbatch, action.chunk))
 
 
 def _check_updates(schedule: Schedule, rank: int, row: Row, chunk: int) -> None:

@@ -47,7 +47,9 @@ class _Result:
     def title(self) -> str:
         s = self.schedule
         chunks = f" × {s.num_chunks} chunks" if s.num_chunks > 1 else ""
-        return f"{s.name} · {_count(s.num_stages, 'rank')}{chunks} · {_count(s.num_microbatches, 'microbatch', 'es')}"
+        slices = f" of {s.slices} slices" if s.slices > 1 else ""
+        microbatches = _count(s.num_microbatches // s.slices, "microbatch", "es")
+        return f"{s.name} · {_count(s.num_stages, 'rank')}{chunks} · {microbatches}{slices}"
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -63,6 +65,10 @@ def schedule(
     chunks: Annotated[
         int | None,
         typer.Option("--chunks", "-v", help="Model chunks per rank.", show_default="as few as the schedule takes"),
+    ] = None,
+    slices: Annotated[
+        int | None,
+        typer.Option("--slices", help="Slices each sequence is cut into; they pass one by one.", show_default="1"),
     ] = None,
     costs: Annotated[
         str | None,
@@ -103,13 +109,17 @@ def schedule(
 
       shardwise schedule interleaved --stages 4 --chunks 2 --microbatches 8 --out interleaved.html
 
+      shardwise schedule 1f1b --stages 4 --microbatches 2 --slices 4
+
       shardwise schedule auto --stages 8 --microbatches 24 --costs 29.7,29.4,19.9 --comm 0.5 --limit 16
 
       shardwise schedule mine.csv --out mine.png --out mine.trace.json
     """
     try:
         paths = [_check_format(path) for path in out or []]
-        asked = _Asked(name, stages, microbatches, chunks, costs, comm, limit, barrier, vertical_sync, steps, measured)
+        asked = _Asked(
+            name, stages, microbatches, chunks, slices, costs, comm, limit, barrier, vertical_sync, steps, measured
+        )
         result = _result(asked)
         _show(result, Console())
         for path in paths:
@@ -128,6 +138,7 @@ class _Asked:
     stages: int | None
     microbatches: int | None
     chunks: int | None
+    slices: int | None
     costs: str | None
     comm: float
     limit: int | None
@@ -147,7 +158,7 @@ def _result(asked: _Asked) -> _Result:
     plain = _build(asked, recorded)
     if recorded is not None:
         plain = _as_run(plain, recorded)
-    costs = _costs(asked, recorded, plain.num_stages, plain.num_chunks)
+    costs = _costs(asked, recorded, plain.num_stages, plain.num_chunks, plain.slices)
     unit = recorded.unit if recorded else ""
     step = recorded.typical_step() if recorded else None
     full = unroll(plain, asked.steps) if asked.steps > 1 else plain
@@ -168,12 +179,14 @@ def _as_run(schedule: Schedule, recorded: Timeline) -> Schedule:
     return early if ran == {(rank, action.kind) for rank, row in enumerate(early.rows) for action in row} else schedule
 
 
-def _costs(asked: _Asked, recorded: Timeline | None, p: int, v: int) -> Costs:
-    """The costs asked for, or else those recorded, or else one unit for each pass."""
+def _costs(asked: _Asked, recorded: Timeline | None, p: int, v: int, slices: int = 1) -> Costs:
+    """The costs asked for, or else those recorded, or else one unit for each pass; a slice's are its share."""
     latency = int(asked.comm) if asked.comm.is_integer() else asked.comm
     if recorded is not None and asked.costs is None:
         return Costs.measured(recorded, p * v, latency)
-    return Costs.per_rank(p, v, *_parse_costs(asked.costs or "1,1,1"), latency)
+    whole = (Fraction(time) if isinstance(time, int) else time for time in _parse_costs(asked.costs or "1,1,1"))
+    forward, backward, weight = (time / slices for time in whole)
+    return Costs.per_rank(p, v, forward, backward, weight, latency)
 
 
 def _build(asked: _Asked, recorded: Timeline | None) -> Schedule:
@@ -187,7 +200,7 @@ def _build(asked: _Asked, recorded: Timeline | None) -> Schedule:
         if given and name != home:
             raise ValueError(f"{option} goes with {home}, not with {name}; leave it out")
     if name.endswith((".csv", ".json")):
-        return from_file(name, p, m, asked.chunks)
+        return from_file(name, p, m, asked.chunks, asked.slices)
     if p is None or m is None:
         raise ValueError(f"{name} needs --stages and --microbatches, such as --stages 4 --microbatches 8")
     chunks = asked.chunks
@@ -195,7 +208,15 @@ def _build(asked: _Asked, recorded: Timeline | None) -> Schedule:
         chunks = FAMILIES[name].least_chunks if name in FAMILIES else 1
     costs = _costs(asked, recorded, p, 1) if name == "auto" and p > 0 else None
     return build(
-        name, p, m, chunks, vertical_sync=asked.vertical_sync, costs=costs, limit=asked.limit, barrier=asked.barrier
+        name,
+        p,
+        m,
+        chunks,
+        slices=1 if asked.slices is None else asked.slices,
+        vertical_sync=asked.vertical_sync,
+        costs=costs,
+        limit=asked.limit,
+        barrier=asked.barrier,
     )
 
 
@@ -259,8 +280,8 @@ def _table(result: _Result) -> list[list[str]]:
             [
                 str(rank),
                 ", ".join(map(str, stages)),
-                _number(report.peak_activations[rank] / s.num_chunks),
-                _number(report.peak_until_input[rank] / s.num_chunks),
+                _number(report.peak_activations[rank] / s.num_chunks / s.slices),
+                _number(report.peak_until_input[rank] / s.num_chunks / s.slices),
                 str(report.peak_versions[rank]),
                 _number(simulation.busy[rank]),
                 _number(simulation.makespan - simulation.busy[rank]),

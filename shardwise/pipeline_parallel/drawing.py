@@ -28,9 +28,10 @@ MEANING = {
 }
 
 
-def color(event: Event) -> str:
-    """The colour of an event as #rrggbb: its kind's, mixed with white by chunk and, a little, by odd microbatches."""
-    white = min(0.6, 0.3 * event.action.chunk) + 0.12 * (event.action.microbatch % 2)
+def color(event: Event, slices: int = 1) -> str:
+    """The colour of an event as #rrggbb: its kind's, mixed with white by chunk and, a little, by odd microbatches or,
+    with slices, odd sequences."""
+    white = min(0.6, 0.3 * event.action.chunk) + 0.12 * (event.action.microbatch // slices % 2)
     channels = (int(COLORS[event.action.kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels)
 
@@ -58,7 +59,8 @@ def terminal(timeline: Timeline, width: int, colored: bool = True) -> Text:
             if event is None:
                 out.append("·" * length, style="bright_black")
             else:
-                out.append(_label(event, length, colored), style=f"bold black on {color(event)}")
+                shade = color(event, timeline.slices)
+                out.append(_label(timeline, event, length, colored), style=f"bold black on {shade}")
         out.append("\n")
     seen = replace(timeline, events=tuple(event for event in timeline.events if event.end > event.start))
     for kind in kinds([seen]):
@@ -88,9 +90,9 @@ def _sample(row: Sequence[Event], makespan: float, columns: int) -> list[Event |
     return cells
 
 
-def _label(event: Event, length: int, colored: bool) -> str:
+def _label(timeline: Timeline, event: Event, length: int, colored: bool) -> str:
     """As much of an event's name as fits into a block."""
-    letter, number = "D" if event.action.kind is Kind.BW else event.action.kind.value, str(event.action.microbatch)
+    letter, number = "D" if event.action.kind is Kind.BW else event.action.kind.value, timeline.label(event)
     choices = [letter + number, number, ""] if colored else [letter + number, letter]
     return next(choice for choice in choices if len(choice) <= length).center(length)
 
@@ -121,13 +123,15 @@ def figure(timelines: Sequence[Timeline], path: str | Path, title: str) -> None:
             events = [event for event in timeline.events if event.end > event.start]
             blocks = [Rectangle((float(e.start), e.rank - 0.42), float(e.end - e.start), 0.84) for e in events]
             axes.add_collection(
-                PatchCollection(blocks, facecolors=[color(e) for e in events], edgecolors="white", linewidths=0.6)
+                PatchCollection(
+                    blocks, facecolors=[color(e, timeline.slices) for e in events], edgecolors="white", linewidths=0.6
+                )
             )
             for event in (event for event in timeline.events if event.end == event.start):
                 axes.vlines(float(event.start), event.rank - 0.42, event.rank + 0.42, COLORS[event.action.kind], lw=1.6)
             inches = (width - 1.2) / end
             for event in events:
-                name = str(event.action.microbatch)
+                name = timeline.label(event)
                 if float(event.end - event.start) * inches > 0.085 * len(name) + 0.04:
                     middle = float(event.start + event.end) / 2
                     axes.text(middle, event.rank, name, ha="center", va="center", fontsize=8, clip_on=True)
@@ -167,7 +171,7 @@ def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
                 start, end = float(event.start) * micro, float(event.end) * micro
                 where = {"pid": process, "tid": rank}
                 args = {"microbatch": microbatch, "chunk": chunk, "stage": event.stage, "step": event.step}
-                entry = {"ph": "X", "name": f"{kind.value}{microbatch}", "cat": MEANING[kind], "ts": start}
+                entry = {"ph": "X", "name": f"{kind.value}{timeline.label(event)}", "cat": MEANING[kind], "ts": start}
                 events.append({**entry, **where, "dur": end - start, "args": args})
                 if change := {Kind.F: 1, Kind.W: -1, Kind.BW: -1}.get(kind):
                     held += change

@@ -2,8 +2,9 @@
 
 CSV: one line per rank in order, one cell per action: the kind, the microbatch and, with several chunks per rank, `@`
 and the global stage: `F0@0, F0@4, BW0@4`. Empty cells and dots are idle. Lines of the form `# key = value` may set
-`name`, `asynchronous` (true or false) and `weights` (latest, vertical or double). Updates may be left out of
-synchronous schedules: each chunk then updates at the end. JSON: the fields of `Schedule`, rows as lists of such cells.
+`name`, `asynchronous` (true or false), `weights` (latest, vertical or double) and `slices` (a number). Updates may be
+left out of synchronous schedules: each chunk then updates at the end. JSON: the fields of `Schedule`, rows as lists of
+such cells.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "placement": [list(stages) for stages in schedule.placement],
         "asynchronous": schedule.asynchronous,
         "weights": schedule.weights.value,
+        "slices": schedule.slices,
         "rows": _cells(schedule, schedule.rows),
     }
     if schedule.rounds is not None:
@@ -107,6 +109,7 @@ def from_json(data: Any) -> Schedule:
             asynchronous=bool(data.get("asynchronous", False)),
             weights=_weights(data.get("weights", Weights.LATEST)),
             rounds=None if rounds is None else _rounds(rounds, placement),
+            slices=int(data.get("slices", 1)),
         )
     except KeyError as error:
         raise ScheduleError(f"missing field {error}; a schedule file has name, num_stages, rows and so on") from None
@@ -132,19 +135,21 @@ def _to_csv(schedule: Schedule) -> str:
     out.write(f"# name = {schedule.name}\n")
     if schedule.asynchronous:
         out.write(f"# asynchronous = true\n# weights = {schedule.weights.value}\n")
+    if schedule.slices > 1:
+        out.write(f"# slices = {schedule.slices}\n")
     csv.writer(out, lineterminator="\n").writerows(_cells(schedule, schedule.rows))
     return out.getvalue()
 
 
 def _from_csv(text: str, stem: str) -> Schedule:
     """A schedule whose shape is read off its cells."""
-    settings = {"name": stem, "asynchronous": "false", "weights": "latest"}
+    settings = {"name": stem, "asynchronous": "false", "weights": "latest", "slices": "1"}
     table: list[list[tuple[Kind, int, int | None]]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("#"):
             key, equals, value = (part.strip() for part in line[1:].partition("="))
             if equals and key not in settings:
-                raise ScheduleError(f"line {number}: unknown key {key!r}; use name, asynchronous or weights")
+                raise ScheduleError(f"line {number}: unknown key {key!r}; use {', '.join(settings)}")
             settings |= {key: value} if equals else {}
         elif line.strip():
             cells = [cell.strip() for cell in next(csv.reader([line]))]
@@ -169,6 +174,7 @@ def _from_csv(text: str, stem: str) -> Schedule:
         rows=rows,
         asynchronous=asynchronous,
         weights=_weights(settings["weights"]),
+        slices=_slices(settings["slices"]),
     )
 
 
@@ -212,6 +218,12 @@ def _rounds(rounds: Any, placement: tuple[tuple[int, ...], ...]) -> tuple[Rows, 
         raise ScheduleError(f"rounds are first, next and drain, not {len(rounds)} sets of rows")
     first, following, drain = (_rows(table, placement) for table in rounds)
     return first, following, drain
+
+
+def _slices(value: str) -> int:
+    if not value.isdigit():
+        raise ScheduleError(f"slices = {value!r} is not a number; write into how many slices a sequence is cut")
+    return int(value)
 
 
 def _weights(value: str) -> Weights:

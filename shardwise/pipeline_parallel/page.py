@@ -50,8 +50,8 @@ def _pane(timeline: Timeline) -> dict[str, Any]:
         "unit": timeline.unit,
         "ranks": len(timeline.rows),
         "events": [
-            [e.rank, e.action.kind.value, e.action.microbatch, e.action.chunk, e.stage]
-            + [float(e.start), float(e.end), e.step, color(e)]
+            [e.rank, e.action.kind.value, timeline.label(e), e.action.chunk, e.stage]
+            + [float(e.start), float(e.end), e.step, color(e, timeline.slices)]
             for e in timeline.events
         ],
     }

@@ -26,8 +26,9 @@ RECEIVES_AHEAD = 2
 class Chunk(Protocol):
     """What the runner asks of a model chunk on this rank."""
 
-    def forward(self, microbatch: int, received: tuple[Any, ...], inputs: Any) -> Any:
-        """Run the chunk's modules, with the weight version that the microbatch uses."""
+    def forward(self, microbatch: int, received: tuple[Any, ...], inputs: Any, again: bool = False) -> Any:
+        """Run the chunk's modules, with the weight version that the microbatch uses, the first time or, with the same
+        result, again."""
 
     def begin_backward(self, half: "Half") -> None:
         """A backward pass begins."""
@@ -67,6 +68,8 @@ class _Held:
     roots: list[GradientEdge]  # of the outputs that need one
     spec: Spec | None = None  # of what was sent on
     loss: Tensor | None = None
+    again: tuple[Any, ...] | None = None  # what was received, if forward is to be computed again before backward
+    asked: list[bool] | None = None  # which of the gradients that come back are of use, if not all are
 
 
 class Stamp(NamedTuple):
@@ -89,6 +92,9 @@ class Runner:
         loss_sum: (output, targets) -> the loss summed over targets; called by the last stage.
         update: called for every U with its action.
         loss_scale: a factor on the loss that backwards start from (fp16).
+        recompute: keep of a forward what it was given alone, and compute it again before its backward, unless that
+            comes next.
+        finished: called with a microbatch's number when this rank has computed all that it will of it.
     """
 
     schedule: Schedule
@@ -99,6 +105,8 @@ class Runner:
     update: Callable[[Action], None]
     stamps: list[Stamp] | None = None
     loss_scale: float = 1.0
+    recompute: bool = False
+    finished: Callable[[int], None] = lambda number: None
     losses: list[Tensor] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     _local: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
@@ -132,7 +140,8 @@ class Runner:
             self._began = time.perf_counter()
             try:
                 if step.kind is Kind.F:
-                    self._forward(step, receives, posted, training)
+                    graph = training and not (self.recompute and _returns_later(absolute, position))
+                    self._forward(step, receives, posted, training, graph)
                 elif step.kind is Kind.U:
                     self.update(step)
                 else:
@@ -198,11 +207,15 @@ class Runner:
     # Actions
 
     def _forward(
-        self, action: Action, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming], training: bool
+        self,
+        action: Action,
+        receives: deque[Receive],
+        posted: dict[tuple[Kind, int, int], Incoming],
+        training: bool,
+        graph: bool,
     ) -> None:
         number, chunk = action.microbatch, action.chunk
         stage = self._stage(chunk)
-        microbatch = self._microbatches[number]
         received: tuple[Any, ...] = ()
         if stage > 0:
             if self._neighbour(stage - 1) is None:
@@ -212,20 +225,33 @@ class Runner:
             else:
                 received = self._local.pop((Kind.F, number, stage - 1))
         self._began = time.perf_counter()
+        with torch.set_grad_enabled(graph):
+            held, values = self._compute(number, chunk, received)
+        if held.loss is not None:
+            self.losses.append(held.loss.detach())
+        else:
+            if training and self.recompute:  # without a graph nobody knows which gradients will be of use
+                values = tree_map_only(Tensor, _asking, values)
+            self._local[Kind.F, number, stage] = values
+        if not training:
+            self._pass_done(number)
+        elif graph:
+            self._held[number, chunk] = held
+        else:
+            self._held[number, chunk] = _Held([], [], loss=held.loss, again=received)
+
+    def _compute(self, number: int, chunk: int, received: tuple[Any, ...], again: bool = False) -> tuple[_Held, Any]:
+        """A chunk's forward, with the loss behind the last one: what backward needs, and what the chunk returned."""
         leaves: list[Tensor] = []
-        with torch.set_grad_enabled(training):
-            value = self.chunks[chunk].forward(number, _enter(received, leaves), microbatch.inputs)
-            if stage == self.schedule.total_stages - 1:
-                loss = self.loss_sum(value, microbatch.targets)
-                self.losses.append(loss.detach())
-                if training:
-                    self._held[number, chunk] = _Held(leaves, [], loss=loss)
-                return
+        microbatch = self._microbatches[number]
+        value = self.chunks[chunk].forward(number, _enter(received, leaves), microbatch.inputs, again)
+        if self._stage(chunk) == self.schedule.total_stages - 1:
+            return _Held(leaves, [], loss=self.loss_sum(value, microbatch.targets)), None
         values = value if isinstance(value, tuple) else (value,)
-        roots = [get_gradient_edge(v) for v in tree_leaves(values) if isinstance(v, Tensor) and v.requires_grad]
-        if training:
-            self._held[number, chunk] = _Held(leaves, roots)
-        self._local[Kind.F, number, stage] = values
+        tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor)]
+        roots = [get_gradient_edge(v) for v in tensors if v.requires_grad]
+        asked = [v.requires_grad for v in tensors if v.is_floating_point()] if self.recompute else None
+        return _Held(leaves, roots, asked=asked), values
 
     def _neighbour(self, stage: int) -> int | None:
         """The local chunk that is `stage`, if it is on this rank."""
@@ -238,6 +264,14 @@ class Runner:
         number, chunk = action.microbatch, action.chunk
         gradients = self._output_gradients(number, chunk, receives, posted) if half.backward else []
         self._began = time.perf_counter()
+        if half.backward:
+            again = self._held[number, chunk].again
+            if again is not None:
+                with torch.enable_grad():
+                    self._held[number, chunk], _ = self._compute(number, chunk, again, again=True)
+            asked = self._held[number, chunk].asked
+            if asked is not None:
+                gradients = [gradient for gradient, use in zip(gradients, asked, strict=True) if use]
         self.chunks[chunk].begin_backward(half)
         if half.backward:
             held = self._held.pop((number, chunk))
@@ -250,10 +284,8 @@ class Runner:
                     torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in held.leaves
                 ]
         self.chunks[chunk].end_backward(half)
-        if half.weights:
-            self._passes_left[number] -= 1
-            if self._passes_left[number] == 0:
-                self.forget(number)
+        if half.weights and self._pass_done(number):
+            self.forget(number)
 
     def _output_gradients(
         self, number: int, chunk: int, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]
@@ -268,6 +300,14 @@ class Runner:
             gradients: list[Tensor] = self._local.pop((Kind.B, number, stage))
             return gradients
         return self._receive(Kind.B, number, stage, receives, posted).wait()
+
+    def _pass_done(self, number: int) -> bool:
+        """Count the last pass of a chunk over a microbatch; whether it was the last chunk's."""
+        self._passes_left[number] -= 1
+        if self._passes_left[number]:
+            return False
+        self.finished(number)
+        return True
 
     def forget(self, number: int) -> None:
         """Let go of a microbatch's own data."""
@@ -312,6 +352,17 @@ def _enter(received: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Any, ...]:
 
     found: tuple[Any, ...] = tree_map_only(Tensor, one, received)
     return found
+
+
+def _asking(value: Tensor) -> Tensor:
+    """The tensor, such that a gradient is sent back for it if it can have one."""
+    return value if value.requires_grad or not value.is_floating_point() else value.detach().requires_grad_()
+
+
+def _returns_later(steps: Sequence[Step], position: int) -> bool:
+    """Whether other actions come between a forward and its backward."""
+    following = next(step for step in steps[position + 1 :] if isinstance(step, Action))
+    return following.kind is Kind.F or following[1:] != steps[position][1:]
 
 
 def _halves(steps: Sequence[Step]) -> dict[int, Half]:

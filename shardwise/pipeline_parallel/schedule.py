@@ -36,6 +36,7 @@ from shardwise.problems import nearest
 
 __all__ = [
     "FAMILIES",
+    "SLICED",
     "Action",
     "Family",
     "Kind",
@@ -68,16 +69,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Family:
-    """A schedule `build` knows by name: how many chunks a rank may hold (None is any number) and its generator."""
+    """A schedule `build` knows by name: how many chunks a rank may hold (None is any number), its generator, and that
+    for sequences cut into slices (p, m, slices), where there is one."""
 
     least_chunks: int
     most_chunks: int | None
     make: Callable[[int, int, int], Schedule]
+    sliced: Callable[[int, int, int], Schedule] | None = None
 
 
 FAMILIES: dict[str, Family] = {
-    "gpipe": Family(1, 1, lambda p, m, _: gpipe(p, m)),
-    "1f1b": Family(1, 1, lambda p, m, _: one_f_one_b(p, m)),
+    "gpipe": Family(1, 1, lambda p, m, _: gpipe(p, m), gpipe),
+    "1f1b": Family(1, 1, lambda p, m, _: one_f_one_b(p, m), one_f_one_b),
     "interleaved": Family(2, None, interleaved),
     "zb-h1": Family(1, 1, lambda p, m, _: zb_h1(p, m)),
     "zb-h2": Family(1, 1, lambda p, m, _: zb_h2(p, m)),
@@ -88,6 +91,8 @@ FAMILIES: dict[str, Family] = {
     "auto": Family(1, 1, lambda p, m, _: automatic(p, m)),
 }
 
+SLICED = [name for name, family in FAMILIES.items() if family.sliced is not None]
+
 
 def build(
     name: str,
@@ -95,6 +100,7 @@ def build(
     num_microbatches: int,
     num_chunks: int = 1,
     *,
+    slices: int = 1,
     vertical_sync: bool = False,
     costs: Costs | None = None,
     memory: Memory | None = None,
@@ -105,17 +111,19 @@ def build(
 
     Args:
         name: one of `FAMILIES`, or the path of a .csv or .json file (`files`), whose numbers must be those given.
+        slices: n, into which every microbatch's sequences are cut; the schedule then has m * n microbatches.
         vertical_sync: of pipedream, use one weight version across stages.
         costs, memory, limit, barrier: of auto, what `automatic` takes.
 
     Raises:
         ValueError: an unknown name, or numbers for which the schedule does not exist, with the mend.
     """
-    for what, number in (("stages", num_stages), ("microbatches", num_microbatches), ("chunks", num_chunks)):
+    sizes = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks, "slices": slices}
+    for what, number in sizes.items():
         if number < 1:
             raise ValueError(f"{what} = {number} is too small; use at least 1")
     if name.endswith((".csv", ".json")):
-        return from_file(name, num_stages, num_microbatches, num_chunks)
+        return from_file(name, num_stages, num_microbatches, num_chunks, slices)
     family = FAMILIES.get(name)
     if family is None:
         near = nearest(name, FAMILIES)
@@ -126,6 +134,13 @@ def build(
             "2 or more chunks" if family.most_chunks is None else ("one chunk", "2 chunks")[family.least_chunks - 1]
         )
         raise ValueError(f"{name} has {wanted} per rank, not {num_chunks}; set chunks = {family.least_chunks}")
+    if slices > 1 and family.sliced is None:
+        raise ValueError(
+            f"{name} does not know that a sequence's slices go forward in order and backward in the opposite one; use "
+            f"{' or '.join(SLICED)}, or slices = 1"
+        )
+    if slices > 1 and family.sliced is not None:
+        return family.sliced(num_stages, num_microbatches * slices, slices)
     if vertical_sync and name != "pipedream":
         raise ValueError(f"{name} has no vertical sync; use pipedream or leave it out")
     if vertical_sync:
@@ -136,7 +151,11 @@ def build(
 
 
 def from_file(
-    path: str, num_stages: int | None = None, num_microbatches: int | None = None, num_chunks: int | None = None
+    path: str,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    num_chunks: int | None = None,
+    slices: int | None = None,
 ) -> Schedule:
     """The schedule in a .csv or .json file, with the numbers asked for, where any are.
 
@@ -146,7 +165,8 @@ def from_file(
     schedule = load(path)
     for what, asked, found in (
         ("pipeline ranks", num_stages, schedule.num_stages),
-        ("microbatches", num_microbatches, schedule.num_microbatches),
+        ("slices of a sequence", slices, schedule.slices),
+        ("microbatches", num_microbatches, schedule.num_microbatches // schedule.slices),
         ("chunks per rank", num_chunks, schedule.num_chunks),
     ):
         if asked not in (None, found):

@@ -170,7 +170,7 @@ def simulate(
         for rank, row in enumerate(schedule.rows)
         for action, span in zip(row, spans[rank], strict=True)
     )
-    timeline = Timeline(schedule.name, "simulated", unit, events)
+    timeline = Timeline(schedule.name, "simulated", unit, events, schedule.slices)
     peak = None
     if memory is not None:
         peak = tuple(_peak_bytes(schedule, rank, row, memory) for rank, row in enumerate(schedule.rows))

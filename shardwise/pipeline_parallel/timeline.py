@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from shardwise.pipeline_parallel.actions import Action, Kind
+from shardwise.pipeline_parallel.actions import Action, Kind, label
 from shardwise.pipeline_parallel.clock import Time
 
 
@@ -36,12 +36,18 @@ class Timeline:
         source: "simulated" or "measured".
         unit: of the times, "s" or "" for a simulation in units of its own.
         events: in any order; the events of one rank do not overlap, except those of a pair that runs together.
+        slices: as of `Schedule`.
     """
 
     name: str
     source: str
     unit: str
     events: tuple[Event, ...]
+    slices: int = 1
+
+    def label(self, event: Event) -> str:
+        """What an event's microbatch is called; with slices its sequence and slice, such as 2.0."""
+        return label(event.action.microbatch, self.slices)
 
     @cached_property
     def rows(self) -> tuple[tuple[Event, ...], ...]:
@@ -91,6 +97,7 @@ class Timeline:
             "name": self.name,
             "source": self.source,
             "unit": self.unit,
+            "slices": self.slices,
             "events": [
                 [
                     e.rank,
@@ -118,7 +125,7 @@ class Timeline:
                 Event(rank, Action(Kind(kind), microbatch, chunk), stage, start, end, step)
                 for rank, kind, microbatch, chunk, stage, start, end, step in data["events"]
             )
-            return cls(data["name"], data["source"], data["unit"], events)
+            return cls(data["name"], data["source"], data["unit"], events, int(data.get("slices", 1)))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"not a timeline: {error!r}; write one with log.timeline=true or --out FILE.json"

@@ -69,56 +69,57 @@ def _cores(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check(model: nn.Module, method: str) -> None:
-    """Check that a model's sequences can be divided.
+    """Check that a model's sequences can be divided over ranks, by "ring" or "ulysses", or over time, in "slices".
 
     Raises:
         ValueError: "reason; mend".
     """
+    undo = "plan.slices = 1" if method == "slices" else "plan.context = 1"
     cores = _cores(model)
     name = type(model).__name__
-    _positions_name(model)
+    positions_name(model, undo)
     for path, core in cores.items():
         if next(core.parameters(), None) is not None or next(core.buffers(), None) is not None:
             raise ValueError(
                 f"attention module {path!r} of {name} has parameters or buffers; name the module inside that computes "
                 "softmax(q k) v alone"
             )
-        if method == "ring":
-            _check_ring(path, core)
+        if method != "ulysses":
+            _check_causal(path, core, undo if method == "slices" else 'plan.context_method = "ulysses"')
     inside = tuple(f"{path}." for path in cores)
     for path, module in model.named_modules():
         if path in cores or path.startswith(inside):
             continue
         if isinstance(module, MIXING):
             raise ValueError(
-                f"module {path!r} is a {type(module).__name__}, which looks across positions that lie on different "
-                "ranks; set plan.context = 1"
+                f"module {path!r} is a {type(module).__name__}, which looks across positions that are computed apart; "
+                f"set {undo}"
             )
         scaling = getattr(getattr(module, "rope", None), "scaling", None)
         if getattr(scaling, "kind", None) == "dynamic":
             raise ValueError(
                 f"module {path!r} has dynamic rotary scaling, whose angles depend on the length of the whole sequence, "
-                "which no rank's positions show; set model.rope_scaling.kind to yarn or llama3, or plan.context to 1"
+                f"which no part of its positions shows; set model.rope_scaling.kind to yarn or llama3, or {undo}"
             )
 
 
-def _check_ring(path: str, core: nn.Module) -> None:
+def _check_causal(path: str, core: nn.Module, instead: str) -> None:
     dropout = getattr(core, "dropout", 0.0)
     if getattr(dropout, "p", dropout):
         raise ValueError(
-            f"attention module {path!r} drops attention weights, which ring attention never holds; "
-            'set the model\'s dropout to 0, or plan.context_method = "ulysses"'
+            f"attention module {path!r} drops attention weights, which attention block by block never holds; "
+            f"set the model's dropout to 0, or {instead}"
         )
     if not _is_causal_attention(core):
         raise ValueError(
             f"attention module {path!r} does not compute causal softmax attention of its `window` and `scale`, which "
-            'is what ring attention puts in its place; set plan.context_method = "ulysses"'
+            f"is what attention block by block puts in its place; set {instead}"
         )
 
 
 @torch.no_grad()
 def _is_causal_attention(core: nn.Module) -> bool:
-    """Whether a module computes what ring attention would, tried on a few numbers."""
+    """Whether a module computes what attention block by block would, tried on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 9, 8, generator=generator)
     distance = torch.arange(9)[:, None] - torch.arange(9)
@@ -133,15 +134,54 @@ def _is_causal_attention(core: nn.Module) -> bool:
     return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-4)
 
 
-def _positions_name(model: nn.Module) -> str:
+def positions_name(model: nn.Module, undo: str = "plan.context = 1") -> str:
+    """By which name a model takes positions.
+
+    Raises:
+        ValueError: it takes none.
+    """
     parameters = inspect.signature(model.forward).parameters
     for name in POSITIONS:
         if name in parameters:
             return name
     raise ValueError(
-        f"{type(model).__name__}.forward takes no `positions`, so each rank's part of a sequence would seem to begin "
-        "at 0; give it an argument positions=None, (B, S), or set plan.context = 1"
+        f"{type(model).__name__}.forward takes no `positions`, so each part of a sequence would seem to begin "
+        f"at 0; give it an argument positions=None, (B, S), or set {undo}"
     )
+
+
+def length_of(batch: Batch, positions: str, only: frozenset[str] | None, key: str) -> int:
+    """The sequence length of a batch (inputs, targets).
+
+    Args:
+        positions: what will be added to the inputs.
+        only: the inputs that there may be; None: any.
+        key: of the plan, for messages.
+
+    Raises:
+        ValueError: the inputs are not a dict of those allowed, or tensors have no sequence or different ones.
+    """
+    inputs, targets = batch
+    if not isinstance(inputs, dict):
+        raise ValueError(
+            f"{key} adds {positions!r} to a model's inputs, which must be a dict of named tensors, "
+            f"not a {type(inputs).__name__}; name them as the model's forward does"
+        )
+    if only is not None and (others := sorted(set(inputs) - only)):
+        raise ValueError(
+            f"{key} does not divide what {others[0]!r} means to a Hugging Face model; give it "
+            f"{' and '.join(sorted(only))} alone"
+        )
+    lengths = {tuple(leaf.shape[1:2]) for leaf in batches.tensors(batch)}
+    if len(lengths) != 1 or () in lengths:
+        shapes = {name: tuple(leaf.shape) for name, leaf in inputs.items() if isinstance(leaf, Tensor)}
+        of_targets = [tuple(leaf.shape) for leaf in batches.tensors(targets)]
+        raise ValueError(
+            f"{key} divides dimension 1 of every tensor of a batch, which must be the sequence; inputs are "
+            f"{shapes} and targets {of_targets}: leave out what has no sequence, or set {key} = 1"
+        )
+    ((length,),) = lengths
+    return int(length)
 
 
 class Context:
@@ -166,25 +206,7 @@ class Context:
             ValueError: the inputs are not a dict, or tensors have no sequence or different ones.
         """
         inputs, targets = batch
-        if not isinstance(inputs, dict):
-            raise ValueError(
-                f"plan.context adds {self._positions!r} to a model's inputs, which must be a dict of named tensors, "
-                f"not a {type(inputs).__name__}; name them as the model's forward does"
-            )
-        if self._only is not None and (others := sorted(set(inputs) - self._only)):
-            raise ValueError(
-                f"plan.context does not divide what {others[0]!r} means to a Hugging Face model; give it "
-                f"{' and '.join(sorted(self._only))} alone"
-            )
-        lengths = {tuple(leaf.shape[1:2]) for leaf in batches.tensors(batch)}
-        if len(lengths) != 1 or () in lengths:
-            shapes = {name: tuple(leaf.shape) for name, leaf in inputs.items() if isinstance(leaf, Tensor)}
-            of_targets = [tuple(leaf.shape) for leaf in batches.tensors(targets)]
-            raise ValueError(
-                f"plan.context divides dimension 1 of every tensor of a batch, which must be the sequence; inputs are "
-                f"{shapes} and targets {of_targets}: leave out what has no sequence, or set plan.context = 1"
-            )
-        ((length,),) = lengths
+        length = length_of(batch, self._positions, self._only, "plan.context")
         zigzag = Zigzag(length, self.axis.size)
 
         def take(leaf: Any) -> Any:
@@ -238,6 +260,20 @@ def _divided(core: nn.Module, context: Context, method: str) -> nn.Module:
     return RingAttention(context.axis, context.spread_of, window, getattr(core, "scale", None))
 
 
+def inputs_of(model: nn.Module) -> frozenset[str] | None:
+    """The inputs whose meaning survives a division of the sequence; None: any."""
+    return huggingface.INPUTS if huggingface.is_hugging_face(model) else None
+
+
+def replace_cores(model: nn.Module, make: Callable[[nn.Module], nn.Module]) -> None:
+    """Put `make(core)` in the place of every module that computes attention."""
+    for path, core in _cores(model).items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, make(core))
+    if huggingface.is_hugging_face(model):
+        huggingface.route(model)
+
+
 def divide(model: nn.Module, stages: Iterable[nn.Module], mesh: Mesh, method: str) -> Context:
     """Replace the attention modules of this rank's stages. Collective over the job.
 
@@ -257,16 +293,9 @@ def divide(model: nn.Module, stages: Iterable[nn.Module], mesh: Mesh, method: st
         check(model, method)
     except ValueError as error:
         raise ValueError(f"plan.context: {error}") from None
-    only = huggingface.INPUTS if huggingface.is_hugging_face(model) else None
-    context = Context(mesh, _positions_name(model), only)
-    fresh: dict[nn.Module, nn.Module] = {}  # the same module may stand in several places
-    for path, core in _cores(model).items():
-        if core not in fresh:
-            fresh[core] = _divided(core, context, method)
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, fresh[core])
-    if huggingface.is_hugging_face(model):
-        huggingface.route(model)
+    only = inputs_of(model)
+    context = Context(mesh, positions_name(model), only)
+    replace_cores(model, lambda core: _divided(core, context, method))
     for stage in stages:
         stage.register_forward_pre_hook(context.enter)
     return context
