@@ -33,6 +33,7 @@ PLANS = st.builds(
     schedule=st.sampled_from([*schedules.FAMILIES, "mine.csv", "a folder/it's.json"]),
     chunks=st.integers(1, 4),
     microbatches=st.integers(1, 64),
+    slices=st.integers(1, 8),
     cut=st.one_of(st.sampled_from(CUTS), st.lists(st.integers(0, 9), min_size=1)),
     vertical_sync=st.booleans(),
     expert=st.integers(1, 9),
@@ -403,6 +404,22 @@ def test_the_config_of_a_model_stands_for_it() -> None:
     assert problem.key == "plan.context"
     assert "attention_cores" in problem.mend
     assert keys(Plan(context=9), model=ModelConfig(sequence=8)) == {"plan.context"}
+
+
+def test_slices_go_with_schedules_that_know_them_and_causal_attention_that_holds_no_weights() -> None:
+    for schedule in schedules.FAMILIES:
+        chunks = schedules.FAMILIES[schedule].least_chunks
+        wrong = set() if schedule in ("gpipe", "1f1b") else {"plan.schedule"}
+        assert keys(Plan(slices=2, schedule=schedule, chunks=chunks)) == wrong
+    (problem,) = Plan(slices=2, context=2).check()
+    assert (problem.key, problem.mend) == ("plan.slices", "set plan.slices or plan.context to 1")
+    assert keys(Plan(slices=9), model=ModelConfig(sequence=8)) == {"plan.slices"}
+    assert keys(Plan(slices=2), model=ModelConfig(dropout=0.1)) == {"plan.slices"}
+    stretched = ModelConfig(family="llama", rope_scaling={"kind": "dynamic", "factor": 2.0, "original_sequence": 8})
+    assert keys(Plan(slices=2), model=stretched) == {"plan.slices"}
+    (problem,) = Plan(slices=2).check(model=nn.Linear(2, 2))
+    assert problem.key == "plan.slices"
+    assert "attention_cores" in problem.mend
 
 
 def test_a_module_that_cannot_be_cut_is_refused_only_where_it_would_be() -> None:

@@ -56,6 +56,13 @@ def test_bubbles_are_told_apart() -> None:
     assert _versions(_run("pipedream", "-p", "4", "-m", "9", "--vertical-sync")) == ["4"] * 4
 
 
+def test_slices_cost_their_share_of_a_microbatch() -> None:
+    out = _run("1f1b", "-p", "4", "-m", "4", "--slices", "4")
+    assert "1f1b · 4 ranks · 4 microbatches of 4 slices" in out
+    assert "bubble 3/16 of ideal time (18.75%)\ntime 14.25, ideal 12\n" in out
+    assert [line.split()[2] for line in out.splitlines()[1:] if line[:1].isdigit()] == ["1.75", "1.5", "1.25", "1"]
+
+
 def _versions(out: str) -> list[str]:
     """The column of weight versions."""
     return [line.split()[4] for line in out.splitlines() if line[:1].isdigit()]

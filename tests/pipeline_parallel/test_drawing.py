@@ -33,6 +33,14 @@ def test_terminal_lines_have_whole_columns_per_unit_of_time() -> None:
     assert lines[2] == " F  forward   D  backward  "
 
 
+def test_slices_are_called_by_their_sequence_and_share_its_shade() -> None:
+    timeline = simulate(build("1f1b", 1, 2, slices=2)).timeline
+    assert terminal(timeline, 120).plain.splitlines()[0].split("D")[1].strip() == "0.1"
+    assert timeline.from_json(timeline.to_json()) == timeline
+    assert len({color(e, 2) for e in timeline.events if e.action.kind is Kind.F}) == 2
+    assert trace([timeline])["traceEvents"][2]["name"] == "F0.0"
+
+
 def test_terminal_falls_back_to_what_fits() -> None:
     timeline = _timeline("zb-h1", 2, 12)  # 37 units in 43 columns: one each
     assert terminal(timeline, 50).plain.splitlines()[0].startswith("rank 0 01·00211322")

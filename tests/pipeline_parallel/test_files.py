@@ -40,6 +40,16 @@ def test_csv_gives_back_every_family(name: str, tmp_path: Path) -> None:
     assert load(tmp_path / "it.csv") == schedule
 
 
+@pytest.mark.parametrize("suffix", ["json", "csv"])
+def test_files_keep_slices(suffix: str, tmp_path: Path) -> None:
+    schedule = build("1f1b", 2, 2, slices=3)
+    path = tmp_path / f"it.{suffix}"
+    save(schedule, path)
+    assert load(path) == build(str(path), 2, 2, slices=3) == schedule
+    with pytest.raises(ValueError, match="is a schedule for 3 slices of a sequence, not 2; ask for 3"):
+        build(str(path), 2, 2, slices=2)
+
+
 def test_a_csv_written_by_hand(tmp_path: Path) -> None:
     """Idle cells and spaces are allowed, and updates may be left to the end."""
     path = tmp_path / "mine.csv"
@@ -75,7 +85,8 @@ def test_a_csv_can_be_asynchronous(tmp_path: Path) -> None:
         ("", "holds no rows; give one line of actions per rank"),
         ("F0@0,F0@1,BW0@1,BW0\n", "rank 0: BW0 needs @stage, one of"),
         ("F0@0,BW0@0\nF0@2,BW0@2\n", "the placement must hold each of the 2 stages once"),
-        ("# what = 1\nF0,BW0\n", "line 1: unknown key 'what'; use name, asynchronous or weights"),
+        ("# what = 1\nF0,BW0\n", "line 1: unknown key 'what'; use name, asynchronous, weights, slices"),
+        ("# slices = two\nF0,BW0\n", "slices = 'two' is not a number"),
         ("# weights = old\nF0,BW0\n", "unknown weights 'old'; use latest, vertical, double"),
     ],
 )

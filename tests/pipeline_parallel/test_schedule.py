@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.pipeline_parallel.schedule import (
     FAMILIES,
+    SLICED,
     Action,
     Kind,
     Receive,
@@ -42,7 +43,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
     least, most = FAMILIES[name].least_chunks, FAMILIES[name].most_chunks or 4
     if name == "pipedream-2bw":
         m = max(m, p)
-    return build(name, p, m, draw(st.integers(least, most)), vertical_sync=name == "pipedream" and draw(st.booleans()))
+    slices = draw(st.integers(1, 4)) if name in SLICED else 1
+    vertical_sync = name == "pipedream" and draw(st.booleans())
+    return build(name, p, m, draw(st.integers(least, most)), slices=slices, vertical_sync=vertical_sync)
 
 
 @some
@@ -180,6 +183,11 @@ def test_impossible_numbers_are_refused_with_the_mend(arguments: tuple[str, int,
     assert "\n" not in str(caught.value)
 
 
+def test_slices_belong_to_schedules_that_keep_their_order() -> None:
+    with pytest.raises(ValueError, match="zb-h1 does not know .* use gpipe or 1f1b, or slices = 1"):
+        build("zb-h1", 2, 4, slices=2)
+
+
 def test_vertical_sync_belongs_to_pipedream() -> None:
     with pytest.raises(ValueError, match="1f1b has no vertical sync"):
         build("1f1b", 2, 4, vertical_sync=True)
@@ -235,6 +243,34 @@ def test_a_broken_row_is_named(rank: int, row: tuple[Action, ...], message: str)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((F1, F0, BW1, BW0, U1), r"rank 0 action 0 \(F1\): stands before F0, of the slice before it"),
+        ((F0, F1, BW0, BW1, U1), r"rank 0 action 2 \(BW0\): stands before B1, of the slice behind it"),
+    ],
+)
+def test_slices_out_of_order_are_named(row: tuple[Action, ...], message: str) -> None:
+    sliced = build("1f1b", 1, 1, slices=2)
+    assert sliced.rows == ((F0, F1, BW1, BW0, U1),)
+    with pytest.raises(ScheduleError, match=message):
+        check(replace(sliced, rows=(row,)))
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_a_sequences_slices_go_forward_in_order_and_backward_in_the_opposite_one(name: str) -> None:
+    for row in build(name, 3, 4, slices=3).rows:
+        assert [a.microbatch for a in row if a.kind is F] == list(range(12))
+        assert [a.microbatch for a in row if a.kind is BW] == [2, 1, 0, 5, 4, 3, 8, 7, 6, 11, 10, 9]
+
+
+def test_a_single_stage_finishes_a_sequence_before_it_begins_the_next() -> None:
+    ((*row, _),) = build("1f1b", 1, 2, slices=2).rows
+    assert [(a.kind, a.microbatch) for a in row] == [
+        (F, 0), (F, 1), (BW, 1), (BW, 0), (F, 2), (F, 3), (BW, 3), (BW, 2)
+    ]  # fmt: skip
+
+
 def test_a_cycle_is_followed_round() -> None:
     tangled = replace(build("1f1b", 2, 2), rows=((F0, BW0, F1, BW1, U1), (F0, F1, BW0, BW1, U1)))
     with pytest.raises(ScheduleError, match="cycle: ") as caught:
@@ -250,6 +286,7 @@ def test_a_cycle_is_followed_round() -> None:
         ({"placement": ((0,), (1, 2))}, "every one of the 2 ranks must hold 1 stages"),
         ({"rows": ()}, "0 rows for 2 ranks"),
         ({"num_microbatches": 0}, "must be at least 1"),
+        ({"slices": 3}, "2 microbatches cannot be sequences of 3 slices"),
         ({"rounds": ((), (), ())}, "has rounds but is not marked asynchronous"),
     ],
 )

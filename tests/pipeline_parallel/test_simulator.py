@@ -43,6 +43,23 @@ def test_flushed_bubble(name: str, p: int, m: int, f: int, b: int, w: int) -> No
 
 
 @some
+@given(st.sampled_from(["gpipe", "1f1b"]), stages, microbatches, st.integers(2, 5), times, times, times)
+def test_slices_are_a_finer_grain(name: str, p: int, m: int, n: int, f: int, b: int, w: int) -> None:
+    """Sequences cut into n slices: (p - 1) / (m n) of the ideal time, and p - i + n - 1 slices held where 1F1B held
+    p - i whole microbatches (TeraPipe, 2102.07988; Seq1F1B, 2406.03488)."""
+    schedule = build(name, p, m, slices=n)
+    result = simulate(schedule, Costs.uniform(p, f, b, w))
+    assert result.bubble == Fraction(p - 1, m * n)
+    held = check(schedule).peak_activations
+    if name == "gpipe":
+        assert held == (m * n,) * p
+    elif p > 1:
+        assert held == tuple(min(p - i + n - 1, m * n) for i in range(p))
+    else:
+        assert held == (n,)
+
+
+@some
 @given(stages, microbatches, st.integers(2, 4), times, times, times)
 def test_interleaved_bubble_and_memory(p: int, m: int, v: int, f: int, b: int, w: int) -> None:
     """(p - 1) / (v m) for every m >= p, also one that p does not divide; p (1 + (p - 1) / (p v)) held if it does."""

@@ -104,7 +104,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         axis: draw(st.integers(1, 2)),
         "microbatches": draw(st.integers(1, 3)),
         "schedule": draw(st.sampled_from(["1f1b", "gpipe"])),
-        "recompute": draw(st.sampled_from(["none", "full"])),
+        "recompute": draw(st.sampled_from(["none", "full", "every:1", "sqrt"])),
     }
     if plan.get("shard", 1) > 1:
         plan["zero"] = draw(st.integers(0, 3))
