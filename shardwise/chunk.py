@@ -1,14 +1,15 @@
 """A rank's chunk of the model: its modules, its buckets, and, where updates overtake microbatches, its weight
 versions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.data_parallel.buckets import Bucket, Buckets, Scale
+from shardwise.data_parallel.buckets import Buckets, Scale
+from shardwise.data_parallel.reducer import Flat
 from shardwise.data_parallel.units import Units
 from shardwise.gradient import Tape, hook
 from shardwise.mesh import Axis
@@ -22,9 +23,10 @@ Owner = tuple[nn.Module, str]
 
 @dataclass
 class _Version:
-    """One version of a chunk's weights: the flat values of every bucket, and parameters that are views into them."""
+    """One version of a chunk's weights: what every bucket stores of it, and parameters that are views into that (where
+    ZeRO stage 3 gathers, into what is gathered, which is one memory for all versions)."""
 
-    values: dict[int, Tensor]  # by id of bucket
+    stored: dict[int, Flat]  # by id of bucket
     parameters: dict[str, nn.Parameter]
     users: set[int] = field(default_factory=set)  # microbatches between their forward and the end of their backward
 
@@ -74,8 +76,7 @@ class ModelChunk:
         self._slices = slices
         self._put_off: dict[int, list[Callable[[], None]]] = {}
         self._next_microbatch = 0
-        values = {id(bucket): bucket.values for bucket in buckets.buckets}
-        self._versions = {0: _Version(values, parameters)}
+        self._versions = {0: _Version({id(bucket): bucket.stored for bucket in buckets.buckets}, parameters)}
         self._spare: list[_Version] = []
         self._bound = 0
 
@@ -106,6 +107,8 @@ class ModelChunk:
         """Make ready for what lands in this pass: the buckets count the last ones, the tape keeps what is put off."""
         if self._slices is not None:  # layers may be computed again
             self._slices.enter(half.microbatch, again=True)
+        if self._version_of is not None:
+            self._bind(self._version_of(half.microbatch))
         for buckets in (self.buckets, *self._shared):
             if buckets.spent:
                 buckets.begin()
@@ -138,26 +141,26 @@ class ModelChunk:
         """Apply the optimizer with the summed gradients, or, if not `apply`, leave the parameters as they are. With an
         asynchronous schedule this makes a new weight version, in new memory if microbatches in flight need the old
         one."""
-        version = self._versions[self.current]
         if self._version_of is not None:
-            oldest = self._version_of(self._next_microbatch)
-            # Before the copy, which takes the memory of what nobody needs any more.
-            for number in [n for n in self._versions if n < min(oldest, self.current) and not self._versions[n].users]:
-                self._spare.append(self._versions.pop(number))
-            if version.users or oldest <= self.current:
-                version = self._copy(version)
-            else:
-                del self._versions[self.current]
-            self.current += 1
-            self._versions[self.current] = version
+            self._advance(self._version_of(self._next_microbatch), apply)
         if apply:
-            own = (
-                (lambda bucket: bucket.master)
-                if self._version_of is None
-                else (lambda bucket: version.values[id(bucket)])
-            )
-            self.buckets.update(optimizer, lr, step, scale, own, self._splits)
+            self.buckets.update(optimizer, lr, step, scale, self._splits)
         self.buckets.spent = True
+
+    def _advance(self, oldest: int, apply: bool) -> None:
+        """Make the buckets store a new version; `oldest` is what the next forward uses."""
+        version = self._versions[self.current]
+        # Before the copy, which takes the memory of what nobody needs any more.
+        for number in [n for n in self._versions if n < min(oldest, self.current) and not self._versions[n].users]:
+            self._spare.append(self._versions.pop(number))
+        if version.users or oldest <= self.current:
+            version = self._spare.pop() if self._spare else self._allocate()
+            for bucket in self.buckets.buckets:
+                bucket.move(version.stored[id(bucket)], updated=apply)
+        else:
+            del self._versions[self.current]
+        self.current += 1
+        self._versions[self.current] = version
 
     def settle(self) -> None:
         """No microbatch is in flight: keep the newest version alone, where everything else looks for the parameters."""
@@ -169,23 +172,14 @@ class ModelChunk:
         assert not version.users, version.users
         self.current = self._next_microbatch = 0
         self._versions[0] = version
-        for bucket, entry in self.buckets:
-            bucket.values = version.values[id(bucket)]
-            entry.value = bucket.view(bucket.values, entry)
         self._bound = -1
         self._bind(0)
-
-    def values(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Every bucket with its newest values (at stage 3 without memory unless gathered)."""
-        version = self._versions[self.current]
-        for bucket in self.buckets.buckets:
-            yield bucket, version.values[id(bucket)]
 
     @property
     def version_bytes(self) -> int:
         """Bytes of the weight versions held beside the first."""
         beside = len(self._versions) + len(self._spare) - 1
-        return beside * sum(bucket.values.numel() * bucket.values.element_size() for bucket in self.buckets.buckets)
+        return beside * sum(bucket.memory()["parameters"] for bucket in self.buckets.buckets)
 
     @property
     def num_versions(self) -> int:
@@ -193,23 +187,25 @@ class ModelChunk:
         return len(self._versions)
 
     def _bind(self, number: int) -> None:
+        """Make the modules compute with a version."""
         if number == self._bound:
             return
-        for name, parameter in self._versions[number].parameters.items():
+        version = self._versions[number]
+        for name, parameter in version.parameters.items():
             for module, attribute in self._owners[name]:
                 module._parameters[attribute] = parameter
+        for bucket in self.buckets.buckets:
+            bucket.source = version.stored[id(bucket)]
         self._bound = number
 
-    def _copy(self, version: _Version) -> _Version:
-        fresh = self._spare.pop() if self._spare else self._allocate()
-        for key, flat in version.values.items():
-            fresh.values[key].copy_(flat)
-        return fresh
-
     def _allocate(self) -> _Version:
-        values = {id(bucket): torch.empty_like(bucket.values) for bucket in self.buckets.buckets}
+        """Memory for a further version. Collective over the gradient axis, whose ranks make versions alike."""
+        stored = {id(bucket): bucket.allocate() for bucket in self.buckets.buckets}
         parameters = {}
         for bucket, entry in self.buckets:
-            parameters[entry.name] = nn.Parameter(bucket.view(values[id(bucket)], entry))
+            if bucket.gathers:
+                parameters[entry.name] = self._versions[self.current].parameters[entry.name]
+                continue
+            parameters[entry.name] = nn.Parameter(bucket.view(stored[id(bucket)].tensor, entry))
             hook(parameters[entry.name], entry.slot)
-        return _Version(values, parameters)
+        return _Version(stored, parameters)

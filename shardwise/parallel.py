@@ -44,7 +44,8 @@ class StepMetrics:
             the last update of this rank's last stage); None if it was not computed.
         tokens: targets in the step, over all ranks.
         skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed
-            (with an asynchronous schedule, those of one of this rank's updates).
+            (with an asynchronous schedule: if those of any stage's update in the step before were not, and that stage
+            left that update out).
         loss_scale: fp16's factor on the loss after the step; None in other precisions.
         faulty_rank: the first rank whose own loss was not finite, if any.
         offload: what this rank moved to and from where `plan.offload` keeps state, and how long it waited; None if
@@ -77,6 +78,7 @@ class StepMetrics:
     @property
     def faulty_rank(self) -> int | None:
         flags = self._totals()[1:]
+        flags = flags[: len(flags) // 2]
         return int(flags.argmax()) if bool(flags.any()) else None
 
 
@@ -117,8 +119,14 @@ class Parallel:
         self._compared = False  # whether ranks that read the same rows have been found to do so
         self._lr = optimizer.lr if optimizer is not None else 0.0
         self._norm: float | None = None
-        self._skipped = False
+        self._skipped = self._skipped_in_drain = False
         self._updates_left = 0
+        # Of asynchronous schedules: by step since the pipeline was empty, what its loss was multiplied by; the largest
+        # of those factors whose gradients this rank has found not finite since the last step; and what all ranks found
+        # in the last step, which is read when it is there anyway.
+        self._scales: dict[int, float] = {}
+        self._overflowed = 0.0
+        self._reported: Callable[[], Tensor] | None = None
         self._group_of = update_groups(schedule)
         self._rows: dict[str, tuple[Step, ...]] = {}
         self._events: list[Event] = []
@@ -170,10 +178,12 @@ class Parallel:
         traffic = self._assembly.traffic
         before = traffic.copy() if traffic is not None else None
         counts = self._feed(batch, first, training=True)
-        self._skipped = False
+        # What a drain has found is told by the step that follows.
+        self._skipped, self._skipped_in_drain = self._skipped_in_drain, False
         self._updates_left = len(self.chunks)
         if self.loss_scale is not None:
-            self._runner.loss_scale = self.loss_scale.value
+            self._runner.loss_scale = self._scales[self._rounds_run] = self.loss_scale.value
+            self._scales.pop(self._rounds_run - 2 - 2 * self.schedule.total_stages // num_microbatches, None)
         self._run(self._steps("next" if self._rounds_run else "first"), first)
         self._note(first)
         if self.schedule.asynchronous:
@@ -183,17 +193,36 @@ class Parallel:
         if not self.schedule.asynchronous and not self._skipped:
             self.step_count += 1
         losses = self._runner.losses
-        totals = torch.zeros(1 + self.mesh.num_ranks, dtype=torch.float64)
+        totals = torch.zeros(1 + 2 * self.mesh.num_ranks, dtype=torch.float64)
         if losses:
             totals[0] = torch.stack(losses).sum().to("cpu", torch.float64)
             totals[1 + self.mesh.rank] = 0.0 if math.isfinite(float(totals[0])) else 1.0
             # Every tensor rank of the last stage has the same loss; context ranks have parts of it.
             totals[0] /= self.mesh.sizes["tensor"]
             losses.clear()
-        scale = self.loss_scale.value if self.loss_scale is not None else None
+        totals[1 + self.mesh.num_ranks + self.mesh.rank] = self._overflowed
         everyone = self._sums["world"].start(totals)
+        if self.schedule.asynchronous:
+            self._overflowed = 0.0
+            self._skipped |= self._told_of_overflow()
+            self._reported = everyone
+        scale = self.loss_scale.value if self.loss_scale is not None else None
         moved = traffic - before if traffic is not None and before is not None else None
         return StepMetrics(everyone, lambda: int(counts().sum()), self._norm, self._skipped, scale, moved)
+
+    def _told_of_overflow(self) -> bool:
+        """Whether any rank skipped an update of an asynchronous schedule in the step whose report is there.
+
+        Stages skip each by itself, at times of their own. What they found travels with the step's loss and is read a
+        step later, when it is there without waiting; the loss scale changes then, on all ranks at once. Overflows of
+        gradients that were under way with a factor that has fallen since do not lower it again.
+        """
+        if self._reported is None:
+            return False
+        largest = float(self._reported()[1 + self.mesh.num_ranks :].max())
+        if self.loss_scale is not None and largest <= self.loss_scale.value:
+            self.loss_scale.count(overflowed=largest > 0)
+        return largest > 0
 
     def drain(self) -> None:
         """Finish what an asynchronous schedule has in flight; does nothing for a synchronous one, or twice."""
@@ -204,6 +233,15 @@ class Parallel:
         self._run(transfers(self.schedule, self._rank, rows), first)
         self._runner.finish()
         self._rounds_run = 0
+        self._scales.clear()
+        self._skipped_in_drain = self._told_of_overflow()
+        largest = torch.zeros(1 + self.mesh.num_ranks + 1, dtype=torch.float64)
+        largest[-1], self._overflowed = self._overflowed, 0.0
+        collectives.all_reduce(largest, self.mesh.axis("world"), "max")
+        if largest.any():
+            self._reported = lambda: largest
+            self._skipped_in_drain |= self._told_of_overflow()
+        self._reported = None
         for chunk in self.chunks:
             chunk.settle()
 
@@ -317,8 +355,17 @@ class Parallel:
         if self.schedule.asynchronous:
             chunk = self.chunks[action.chunk]
             chunk.buckets.wait()
-            scale = self._scale(chunk.buckets.squares() if self.clip is not None else 0.0, "stage")
+            of_loss = self._scales.get(action.microbatch // self.schedule.num_microbatches, 1.0)
+            scale = self._scale(chunk.buckets.squares() if self._looks else 0.0, "stage", of_loss)
+            if self.plan.zero:
+                self._assembly.reducer.meet()  # as below
             chunk.update(self._optimizer, self._lr, int(self.step_count) + 1, scale or Scale(), apply=scale is not None)
+            if self.plan.zero:
+                self._assembly.reducer.meet()
+            if self.plan.zero and scale is not None:
+                chunk.buckets.refresh()
+            if scale is None:
+                self._overflowed = max(self._overflowed, of_loss)
             # Updates that were skipped count: stages skip each by itself, and all ranks must come to the same number.
             if action.chunk == len(self.chunks) - 1:
                 self.step_count += 1
@@ -332,8 +379,10 @@ class Parallel:
         units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
         for buckets in units:
             buckets.wait()
-        looks = self.clip is not None or self.loss_scale is not None
-        scale = self._scale(math.fsum(buckets.squares() for buckets in units) if looks else 0.0, "world")
+        of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
+        squares = math.fsum(buckets.squares() for buckets in units) if self._looks else 0.0
+        scale = self._scale(squares, "world", of_loss)
+        self._skipped = scale is None
         step = int(self.step_count) + 1
         if self.plan.zero and scale is not None:
             # A rank whose gradients are all summed may still read the parameters, for the gradient of its input.
@@ -342,9 +391,7 @@ class Parallel:
             chunk.update(self._optimizer, self._lr, step, scale or Scale(), apply=scale is not None)
         for buckets in self._assembly.shared:
             if scale is not None:
-                buckets.update(
-                    self._optimizer, self._lr, step, scale, lambda bucket: bucket.master, self._assembly.splits
-                )
+                buckets.update(self._optimizer, self._lr, step, scale, self._assembly.splits)
             buckets.spent = True
         if self.loss_scale is not None:
             self.loss_scale.count(overflowed=scale is None)
@@ -353,16 +400,19 @@ class Parallel:
             for buckets in units:
                 buckets.refresh()
 
-    def _scale(self, square: float, axis: str) -> Scale | None:
-        """What an update multiplies gradients by whose squared norm has the parts `square` on the ranks of `axis`; None
-        if they are not finite."""
-        of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
-        if self.clip is None and self.loss_scale is None:
+    @property
+    def _looks(self) -> bool:
+        """Whether updates need the gradients' norm."""
+        return self.clip is not None or self.loss_scale is not None
+
+    def _scale(self, square: float, axis: str, of_loss: float) -> Scale | None:
+        """What an update multiplies gradients by whose squared norm has the parts `square` on the ranks of `axis`, and
+        whose loss was multiplied by `of_loss`; None if they are not finite."""
+        if not self._looks:
             return Scale()
         total = float(self._sums[axis].start(torch.tensor([square], dtype=torch.float64))())
         self._norm = math.sqrt(total) / of_loss if math.isfinite(total) else total
         if not math.isfinite(self._norm):
-            self._skipped = True
             return None
         return Scale(min(1.0, self.clip / self._norm) if self.clip is not None and self._norm > 0 else 1.0, of_loss)
 

@@ -237,17 +237,6 @@ def _zero(plan: Plan, job: _Job) -> Iterator[Problem]:
         )
 
 
-def _asynchronous_state(plan: Plan, job: _Job) -> Iterator[Problem]:
-    if plan.schedule not in ASYNCHRONOUS:
-        return
-    several = f"under {plan.schedule}, which keeps several weight versions, is not built yet"
-    mend = "or plan.schedule to a synchronous one such as 1f1b"
-    if plan.zero:
-        yield Problem("plan.zero", f"dividing state {several}", f"set plan.zero to 0, {mend}")
-    if plan.precision in ("bf16", "fp16"):
-        yield Problem("plan.precision", f"{plan.precision} {several}", f"set plan.precision to fp32, {mend}")
-
-
 def _sequence(plan: Plan, job: _Job) -> Iterator[Problem]:
     if plan.sequence and plan.tensor == 1:
         yield Problem(
@@ -520,6 +509,13 @@ def _offload(plan: Plan, job: _Job) -> Iterator[Problem]:
             f"precision {plan.precision} has no master weights beside its parameters",
             "offload parameters instead, or lower plan.precision",
         )
+    if plan.offload.parameters and plan.schedule in ASYNCHRONOUS:
+        yield Problem(
+            "plan.offload.parameters",
+            f"{plan.schedule} keeps several versions of them, which its passes use in turn: each would be fetched anew "
+            "for every microbatch",
+            "leave it out, or set plan.schedule to a synchronous one such as 1f1b",
+        )
 
 
 _RULES = (
@@ -527,7 +523,6 @@ _RULES = (
     _ranks,
     _batch,
     _zero,
-    _asynchronous_state,
     _sequence,
     _tensor,
     _context,

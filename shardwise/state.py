@@ -51,11 +51,7 @@ class State:
     def entries(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
         """Every trained parameter this rank holds: its bucket, and the bucket's newest values (at stage 3 without
         memory)."""
-        for chunk in self._parts.chunks:
-            for bucket, values in chunk.values():
-                for entry in bucket.entries:
-                    yield bucket, entry, values
-        for buckets in self._parts.shared:
+        for buckets in (*(chunk.buckets for chunk in self._parts.chunks), *self._parts.shared):
             for bucket, entry in buckets:
                 yield bucket, entry, bucket.values
 

@@ -12,6 +12,33 @@ from tests import user_models
 from tests.pool import run_ranks
 
 
+def stored(plan: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of this rank's weight versions beside the newest while they are in use, and of the newest."""
+    parallel = parallelize(
+        user_models.make("linears"), Plan(**plan), loss=user_models.squares, optimizer=SGD(lr=0.01), bucket_bytes=1
+    )
+    (batch,) = user_models.batches(1, 2 * plan["microbatches"])
+    for _ in range(5):
+        parallel.step(parallel.share(batch))
+    (chunk,) = parallel.chunks
+    found = chunk.version_bytes, sum(bucket.memory()["parameters"] for bucket in chunk.buckets.buckets)
+    parallel.drain()
+    parallel.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_version_takes_what_zero_leaves_of_the_parameters(zero: int) -> None:
+    """At stage 3 versions are fragments as well."""
+    plan = {"pipeline": 2, "shard": 2, "zero": zero, "schedule": "pipedream", "microbatches": 2}
+    everyone = run_ranks(stored, 4, plan)
+    for rank, (beside, newest) in enumerate(everyone):
+        assert beside == (newest if rank < 2 else 0)
+    if zero == 3:
+        whole = run_ranks(stored, 4, plan | {"zero": 2})
+        assert all(0.5 <= part[1] / all_[1] < 0.6 for part, all_ in zip(everyone, whole, strict=True))
+
+
 def memories(plan: dict[str, Any], steps: int) -> tuple[int, int, list[bool]]:
     """How many places the weights of this rank's stage are seen at in all forwards, and what is true after a drain."""
     model = user_models.make("linears")

@@ -359,6 +359,13 @@ def test_master_weights_exist_only_in_low_precision() -> None:
     assert keys(Plan(precision="bf16", offload={"master": "cpu"})) == set()
 
 
+def test_parameters_of_several_versions_stay_where_they_are() -> None:
+    offload = {"parameters": "cpu"}
+    problems = keys(Plan(shard=2, zero=3, schedule="pipedream", offload=offload))
+    assert problems >= {"plan.offload.parameters"}
+    assert Plan(pipeline=2, shard=2, zero=3, precision="fp16", schedule="pipedream").check() == []
+
+
 def test_stages_are_no_more_than_the_blocks_of_a_sequential() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     assert keys(Plan(pipeline=3), model=model) == set()

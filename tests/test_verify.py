@@ -104,7 +104,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         plan["schedule"], plan["chunks"] = draw(st.sampled_from(SYNCHRONOUS))
     least = pipeline if plan["schedule"] == "pipedream-2bw" else 1
     plan["microbatches"] = draw(st.integers(least, least + 4))
-    if copies > 1 and shard and not asynchronous:
+    if copies > 1 and shard:
         plan["zero"] = draw(st.integers(0, 3))
         if copies == 4 and draw(st.booleans()):
             plan["shard"], plan["replicate"] = 2, 2

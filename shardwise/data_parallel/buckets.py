@@ -60,7 +60,7 @@ class Entry:
     counted: bool = True
     unit: int = -1
     extra: str = ""
-    value: Tensor = field(default_factory=lambda: torch.empty(0))  # the view into the bucket
+    value: Tensor = field(default_factory=lambda: torch.empty(0))  # the view into the bucket's first values
     slot: Slot = field(init=False)
 
     @property
@@ -82,6 +82,8 @@ class Bucket:
         values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory
         unless gathered. Where the ranks of the zero axis share memory it holds one copy for all of them, of which each
         updates its fragment: nothing is gathered.
+        stored: what is kept of them between steps: `values`, or, where stage 3 gathers them, `own`.
+        source: the version of `stored` that stage 3 gathers.
         own: this rank's fragment of them.
         master: the fragment that the optimizer updates: `own` itself, or, in mixed precision, its copy in the master
         format.
@@ -117,7 +119,6 @@ class Bucket:
         self.numel = length * parts
         self.start = (reducer.zero.rank if stage else 0) * length
         self.stop = self.start + length
-        dtype = precision.compute
         self.precision = precision
         self.device = device
         self.fragments: list[Fragment] = []
@@ -125,23 +126,14 @@ class Bucket:
         self._members: list[set[str]] = []  # the names of each fragment's parameters
         self._unpacked: dict[int, dict[str, Tensor]] = {}  # by fragment, moments of an optimizer that packs its state
         self.shelves = Shelves(tiers)
-        away = stage == 3 and self.shelves.put("parameters", [_like(length, dtype)], self._take_own)
-        common = reducer.allocate_common(self.numel, dtype) if stage and not away else None
-        self.common = common is not None
-        self.gathers = stage == 3 and common is None
-        if common is not None:
-            self.values = common
-            self.own = common[self.start : self.stop]
-        elif stage == 3:
-            if not away:
-                self.fragment = reducer.allocate(length, dtype, device)
-            self.values = torch.zeros(self.numel, dtype=dtype, device=device)
-            self.own = self.fragment.tensor
-        else:
-            alone = Flat(torch.zeros(0 if stage else self.numel, dtype=dtype, device=device), None)
-            self.full = reducer.allocate(self.numel, dtype, device) if stage else alone
-            self.values = self.full.tensor
-            self.own = self.values[self.start : self.stop]
+        away = stage == 3 and self.shelves.put("parameters", [_like(length, precision.compute)], self._take_own)
+        self.common = bool(stage) and not away and reducer.link is not None
+        self.gathers = stage == 3 and not self.common
+        if self.gathers:
+            self.values = torch.zeros(self.numel, dtype=precision.compute, device=device)
+        if not away:
+            self._store_in(self.allocate())
+            self.source = self.stored
         if not precision.mixed:
             self.master = self.own
         elif not self.shelves.put("master", [_like(length, precision.master)], self._take_master):
@@ -157,6 +149,36 @@ class Bucket:
         self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
         self.scale = 1.0  # by which the last update clipped the gradient
+
+    def allocate(self) -> Flat:
+        """Memory for a version of `stored`. Collective over the gradient axis from stage 1 on."""
+        dtype = self.precision.compute
+        if not self.stage:
+            return Flat(torch.zeros(self.numel, dtype=dtype, device=self.device), None)
+        if self.common:
+            return Flat(self.reducer.allocate_common(self.numel, dtype), None)
+        return self.reducer.allocate(self.stop - self.start if self.gathers else self.numel, dtype, self.device)
+
+    def _store_in(self, stored: Flat) -> None:
+        self.stored = stored
+        if not self.gathers:
+            self.values = stored.tensor
+        self.own = stored.tensor if self.gathers else self.values[self.start : self.stop]
+
+    def move(self, stored: Flat, updated: bool) -> None:
+        """Keep the values in other memory from now on, the newest weight version's.
+
+        Args:
+            updated: whether an update, and what follows it on all ranks, writes what this rank does not update itself.
+        """
+        before, own = self.stored, self.own
+        self._store_in(stored)
+        if not (updated or self.common):
+            self.stored.tensor.copy_(before.tensor)
+        elif not (updated and self.precision.mixed):
+            self.own.copy_(own)
+        if not self.precision.mixed:
+            self.master = self.own
 
     def view(self, flat: Tensor, entry: Entry) -> Tensor:
         """The part of a flat tensor as long as this bucket that belongs to `entry`, in its shape."""
@@ -200,12 +222,11 @@ class Bucket:
         self.shelves.put_states(self.fragments, optimizer, self.device)
 
     @contextlib.contextmanager
-    def ready(self, own: Callable[["Bucket"], Tensor]) -> Iterator[list[Fragment]]:
-        """The fragments, for an update of the masters `own` finds, inside, in the memory that their state is in;
-        afterwards the values are the new ones."""
+    def ready(self) -> Iterator[list[Fragment]]:
+        """The fragments, for an update inside, in the memory that their state is in; afterwards the values are the new
+        ones."""
         with self.shelves.here(*KINDS):
-            masters = own(self)
-            with self.shelves.beside(masters, self.own_gradient) as (parameters, gradients):
+            with self.shelves.beside(self.master, self.own_gradient) as (parameters, gradients):
                 for fragment, span in zip(self.fragments, self._spans, strict=True):
                     fragment.parameter, fragment.gradient = parameters[slice(*span)], gradients[slice(*span)]
                 yield self.fragments
@@ -219,7 +240,7 @@ class Bucket:
 
     def _take_own(self, tensors: list[Tensor]) -> None:
         (self.own,) = tensors
-        self.fragment = Flat(self.own, None)
+        self.stored = self.source = Flat(self.own, None)
         if not self.precision.mixed:
             self.master = self.own
 
@@ -262,7 +283,7 @@ class Bucket:
             if fill:
                 # Through .data: what autograd has saved sees the same values again, so it need not know.
                 with self.shelves.here("parameters", changed=False):
-                    self.reducer.gather(self.fragment, self.values.data)
+                    self.reducer.gather(self.source, self.values.data)
 
     def release(self) -> None:
         """One user fewer; without any the memory is given back at stage 3."""
@@ -593,14 +614,12 @@ class Buckets:
         lr: float,
         step: int,
         scale: "Scale",
-        own: Callable[[Bucket], Tensor],
         splits: dict[str, Axis],
     ) -> None:
         """Apply the optimizer to this rank's fragments.
 
         Args:
             scale: what the gradients are multiplied by.
-            own: which copy of its masters a bucket updates.
             splits: by the axes that layouts divide parameters over ("tensor"), this rank's place on them.
         """
         with torch.no_grad():
@@ -611,7 +630,7 @@ class Buckets:
                 for bucket in following:
                     bucket.shelves.prefetch(*KINDS)
                 with contextlib.ExitStack() as stack:
-                    fragments = [part for bucket in group for part in stack.enter_context(bucket.ready(own))]
+                    fragments = [part for bucket in group for part in stack.enter_context(bucket.ready())]
                     for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale.clip / scale.loss):
                         for split in (False, True):
                             chosen = [request.tensor for request in sums if request.split == split]
@@ -624,7 +643,7 @@ class Buckets:
         if self.stage in (1, 2):
             for bucket in self.buckets:
                 if not bucket.common:
-                    self.reducer.refresh(bucket.full)
+                    self.reducer.refresh(bucket.stored)
 
     def of_unit(self, unit: int) -> list[Bucket]:
         """The buckets of one unit."""

@@ -96,11 +96,10 @@ class Reducer:
         memory = HostMemory(self.link, numel, dtype)
         return Flat(memory.mine, memory)
 
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A zeroed flat tensor that is one memory for all ranks of the zero axis: what one writes all have. None where
-        ranks share no memory. Collective over the gradient axis."""
-        if self.link is None:
-            return None
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat tensor that is one memory for all ranks of the zero axis: what one writes all have. Only where
+        there is a `link`. Collective over the gradient axis."""
+        assert self.link is not None
         return common_memory(self.link, self.replicas.rank * self.zero.size, numel, dtype)
 
     def all_reduce(self, flat: Flat) -> Pending:

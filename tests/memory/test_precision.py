@@ -12,6 +12,7 @@ from shardwise.optimizers import AdamW
 from shardwise.parallel import Parallel
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
+from shardwise.plan_values import ASYNCHRONOUS
 from shardwise.verify import verify
 from tests.pool import run_ranks
 from tests.small_models import build, make_batches
@@ -24,12 +25,14 @@ LAYOUTS: list[dict[str, Any]] = [
     {"shard": 2, "zero": 3},
     {"pipeline": 2, "schedule": "zb-h1", "microbatches": 3},
     {"pipeline": 2, "shard": 2, "zero": 3, "microbatches": 2},
+    {"pipeline": 2, "schedule": "pipedream", "shard": 2, "zero": 3, "microbatches": 2},
+    {"pipeline": 2, "schedule": "pipedream-2bw", "replicate": 2, "microbatches": 3},
 ]
 
 
 def agrees(plan: dict[str, Any]) -> str:
     report = verify(
-        build({"num_blocks": 4, "tied": True}),
+        build({"num_blocks": 4, "tied": "schedule" not in plan or plan["schedule"] not in ASYNCHRONOUS}),
         Plan(**plan),
         make_batches(3, 12, 4),
         optimizer=AdamW(lr=1e-2),
@@ -98,6 +101,55 @@ def test_one_rank_overflows_every_rank_skips_and_the_scale_falls_once(stage: int
         assert not all(torch.equal(a, b) for a, b in zip(at[3], after[3], strict=True))
     for mine, theirs in zip(*everyone, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine[3], theirs[3], strict=True))
+
+
+class _Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+def asynchronous_overflow(plan: dict[str, Any]) -> tuple[list[tuple[bool, float | None]], float, str | None]:
+    """What each step says when one rank's gradients overflow on the last stage, and hence before, in the third."""
+    parallel = make({"precision": "fp16", **plan})
+    found = []
+    for number, batch in enumerate(make_batches(6, 12, 4)):
+        odd = number == 2 and parallel.data_rank == 1 and parallel.mesh.axis("pipeline").rank == 1
+        if odd:
+            handle = parallel.chunks[0].module.register_forward_hook(
+                lambda module, given, output: _Overflow.apply(output)
+            )
+        metrics = parallel.step(parallel.share(batch))
+        if odd:
+            handle.remove()
+        found.append((metrics.skipped, metrics.loss_scale))
+    parallel.drain()
+    scale = parallel.loss_scale.value if parallel.loss_scale is not None else 0.0
+    finite = all(bool(value.isfinite().all()) for value in parallel.full_parameters().values())
+    differs = parallel.replicas_agree()
+    parallel.close()
+    return found, scale if finite else -1.0, differs
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_stages_that_update_on_their_own_agree_on_the_scale_a_step_later(schedule: str, zero: int) -> None:
+    """An overflow of one rank's is skipped by all ranks of its stage; every rank learns of it in the next step, and
+    the scale falls once."""
+    plan = {"pipeline": 2, "shard": 2, "zero": zero, "schedule": schedule, "microbatches": 2}
+    everyone = run_ranks(asynchronous_overflow, 4, plan)
+    for steps, scale, differs in everyone:
+        assert steps == everyone[0][0]
+        assert [skipped for skipped, _ in steps].count(True) == 2  # the first stage's update comes a step later
+        assert not any(skipped for skipped, _ in steps[:3])
+        assert steps[3] == (True, FIRST / 2)
+        assert steps[-1] == (False, FIRST / 2)
+        assert scale == FIRST / 2
+        assert differs is None
 
 
 def test_the_scale_grows_after_clean_steps_within_its_bounds() -> None:
