@@ -15,8 +15,8 @@ UNIT = "_shardwise_unit"
 
 
 class Units:
-    """Gathers and releases the buckets of one chunk around its modules' forwards and backwards; below stage 3, and where
-    ranks read each other's fragments in memory they share, it does nothing.
+    """Gathers and releases the buckets of one chunk around its modules' forwards and backwards; below stage 3, and
+    where ranks read each other's fragments in memory they share, it does nothing.
 
     A unit is gathered before its module's forward and released after it; gathered again when the gradient of its output
     is there, and released when the unit before it is. What belongs to no unit (-1) is there while the chunk computes.
