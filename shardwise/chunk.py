@@ -195,7 +195,7 @@ class ModelChunk:
             for module, attribute in self._owners[name]:
                 module._parameters[attribute] = parameter
         for bucket in self.buckets.buckets:
-            bucket.source = version.stored[id(bucket)]
+            bucket.gather_from(version.stored[id(bucket)])
         self._bound = number
 
     def _allocate(self) -> _Version:

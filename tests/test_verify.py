@@ -1,12 +1,9 @@
 """Random plans over odd models against one device; users' and our own models; what is reported."""
 
-import contextlib
 import copy
 import json
 import os
 import tempfile
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise import collectives, models
+from shardwise import models
 from shardwise.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Override
 from shardwise.plan import Plan
 from shardwise.verify import Difference, Report, verify
 from tests import user_models
 from tests.models.cases import CONFIGS, VOCABULARY
-from tests.pool import run_ranks
+from tests.pool import apart, run_ranks
 from tests.small_models import build, make_batches
 
 OPTIMIZERS = {
@@ -32,18 +29,6 @@ OPTIMIZERS = {
     "muon": Muon(lr=1e-2, weight_decay=0.1),
     "overrides": AdamW(lr=1e-2, weight_decay=0.3, overrides={"*norm*": Override(lr_scale=0.5, weight_decay=0.2)}),
 }
-
-
-@contextlib.contextmanager
-def apart(wanted: bool = True) -> Iterator[None]:
-    """As if every rank were on a machine of its own."""
-    identity = collectives.machine_identity
-    if wanted:
-        collectives.machine_identity = lambda: uuid.uuid4().hex
-    try:
-        yield
-    finally:
-        collectives.machine_identity = identity
 
 
 OFFLOADED = f"disk:{tempfile.gettempdir()}/shardwise-tests"

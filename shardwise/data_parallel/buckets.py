@@ -145,7 +145,9 @@ class Bucket:
             self.own_gradient = torch.zeros(length, dtype=precision.master, device=device)
         for entry in self.entries:
             entry.value = self.view(self.values, entry)
-        self.users = 0  # who has gathered the values (stage 3)
+        self.users = 0  # who needs the whole values now
+        self.there = False  # whether values that are gathered are, or will be once what is on its way has come
+        self._coming: Pending | None = None
         self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
         self.scale = 1.0  # by which the last update clipped the gradient
@@ -273,23 +275,54 @@ class Bucket:
 
     # Values at stage 3
 
+    def gather_from(self, source: Flat) -> None:
+        """Gather another version from now on."""
+        if source is not self.source:
+            self.forget()
+            self.source = source
+
+    def prefetch(self) -> None:
+        """Begin to make the whole values be there; they stay until `release` or `forget`."""
+        if self.gathers and not self.there:
+            self._make_room()
+            with self.shelves.here("parameters", changed=False):
+                # Through .data: what autograd has saved sees the same values again, so it need not know.
+                self._coming = self.reducer.gather(self.source, self.values.data)
+
     def acquire(self, fill: bool = True) -> None:
         """Make the whole values be there until `release`."""
         self.users += 1
-        if self.gathers and self.users == 1:
-            storage = self.values.untyped_storage()
-            if storage.size() == 0:
-                storage.resize_(self.numel * self.values.element_size())
-            if fill:
-                # Through .data: what autograd has saved sees the same values again, so it need not know.
-                with self.shelves.here("parameters", changed=False):
-                    self.reducer.gather(self.source, self.values.data)
+        if not self.gathers:
+            return
+        if fill:
+            self.prefetch()
+        elif not self.there:
+            self._make_room()
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
 
-    def release(self) -> None:
-        """One user fewer; without any the memory is given back at stage 3."""
+    def release(self, keep: bool = False) -> None:
+        """One user fewer; without any the memory is given back, unless it is to be kept for the next."""
         self.users -= 1
-        if self.gathers and self.users == 0:
-            self.values.untyped_storage().resize_(0)
+        if not keep:
+            self.forget()
+
+    def forget(self) -> None:
+        """Give the memory of gathered values back if nobody uses them: they are old, or memory is short."""
+        if not self.there or self.users:
+            return
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        self.values.untyped_storage().resize_(0)
+        self.there = False
+
+    def _make_room(self) -> None:
+        self.there = True
+        storage = self.values.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.numel * self.values.element_size())
 
     def begin_values(self) -> Tensor:
         """Memory for the first values of all parameters, (N,), in the master format; to be filled and given to
@@ -640,10 +673,10 @@ class Buckets:
 
     def refresh(self) -> None:
         """Take the other ranks' updated fragments, once all have met after their updates."""
-        if self.stage in (1, 2):
-            for bucket in self.buckets:
-                if not bucket.common:
-                    self.reducer.refresh(bucket.stored)
+        for bucket in self.buckets:
+            bucket.forget()
+            if self.stage in (1, 2) and not bucket.common:
+                self.reducer.refresh(bucket.stored)
 
     def of_unit(self, unit: int) -> list[Bucket]:
         """The buckets of one unit."""

@@ -55,38 +55,78 @@ class Flat:
     host: HostMemory | None
 
 
+class Lane:
+    """Work that runs beside the computation, in the order in which it is started: on an accelerator's side stream, else
+    on a thread."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._tasks: _Tasks = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if self._stream is None:
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
+            self._thread.start()
+            self._release = weakref.finalize(self, self._tasks.put, None)
+            self._release.atexit = False
+
+    def start(self, work: Callable[[], None]) -> Pending:
+        """Begin the work, on an accelerator after what the current stream has been given so far."""
+        pending = Pending()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream())
+            pending._stream = self._stream
+            with self._stream:
+                pending.settle(work)
+        else:
+            self._tasks.put((pending, work))
+        return pending
+
+    def close(self) -> None:
+        """Stop once what was started is done."""
+        if self._thread is not None:
+            self._release()
+            self._thread.join()
+            self._thread = None
+
+
 class Reducer:
     """Sums over the mesh's gradient axis (replicate x shard x context), whole or divided over its zero axis (shard x
-    context), in the order in which they are started, which must be the same on all ranks.
+    context), in the order in which they are started, which must be the same on all ranks; and gathers what is divided.
 
     Ranks of one machine without an accelerator add up memory they share; elsewhere torch.distributed does it. Either
-    way beside the
-    computation: on a thread, or on an accelerator's side stream.
+    way beside the computation.
 
     Args:
         mesh: the job's mesh. Collective over the job.
         link: whether ranks of one machine may share memory.
+
+    Attributes:
+        elements: what this rank would have sent by a ring, so far: n (R - 1) / R for a gather or a divided sum of n
+            elements over R ranks, twice that for a whole sum. What is read in shared memory moves nothing.
+        gathers: gathers so far.
     """
 
     def __init__(self, mesh: Mesh, link: bool = True) -> None:
         self.axis, self.zero, self.replicas = mesh.axis("gradient"), mesh.axis("zero"), mesh.axis("replicate")
         wanted = link and self.axis.size > 1 and mesh.device_type == "cpu"
         self.link = HostLink.connect(self.axis) if wanted else None
-        # Groups of its own, since the thread's collectives run beside the main thread's.
-        self._axis, self._zero, self._replicas = self.axis, self.zero, self.replicas
+        self.elements = 0.0
+        self.gathers = 0
+        # Groups of their own, since collectives of either lane run beside the main thread's.
+        self._axis, self._zero, self._replicas, self._gathered = self.axis, self.zero, self.replicas, self.zero
         world = mesh.axis("world")
         if any(collectives.all_gather_object(self.axis.size > 1 and self.link is None, world)):
-            axes = (self.axis, self.zero, self.replicas)
-            self._axis, self._zero, self._replicas = (replace(axis, group=mesh.private_group(axis)) for axis in axes)
-        self._stream = torch.Stream(mesh.device()) if mesh.device_type != "cpu" else None
-        self._tasks: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if self.axis.size > 1 and self._stream is None:
-            self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="shardwise-reducer", daemon=True)
-            self._thread.start()
-            # A reducer that nobody closes takes its thread and its sockets with it.
-            self._release = weakref.finalize(self, _let_go, self._tasks, self.link)
-            self._release.atexit = False
+            axes = (self.axis, self.zero, self.replicas, self.zero)
+            self._axis, self._zero, self._replicas, self._gathered = (
+                replace(axis, group=mesh.private_group(axis)) for axis in axes
+            )
+        several = self.axis.size > 1
+        self._sums = Lane(mesh.device(), "shardwise-reducer") if several else None
+        apart = self.zero.size > 1 and self.link is None
+        self._fetches = Lane(mesh.device(), "shardwise-gatherer") if apart else None
+        # A reducer that nobody closes takes its sockets with it.
+        self._release = weakref.finalize(self, _close, self.link)
+        self._release.atexit = False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Flat:
         """A zeroed flat tensor, visible to the other ranks where they share memory. Collective over the gradient
@@ -105,12 +145,15 @@ class Reducer:
     def all_reduce(self, flat: Flat) -> Pending:
         """Begin to sum `flat` over the gradient axis, in place on all ranks."""
         host = flat.host
+        elements = _ring(flat.tensor.numel(), self.axis.size, 2)
         if self.axis.size == 1:
             return self._start(None)
         if host is None:
-            return self._start(lambda: _ignore(collectives.all_reduce(flat.tensor, self._axis)))
+            return self._start(lambda: _ignore(collectives.all_reduce(flat.tensor, self._axis)), elements)
         start, stop = share(flat.tensor.numel(), self.axis.rank, self.axis.size)
-        return self._start(lambda: host.sum_into(start, stop, [tensor[start:stop] for tensor in host.tensors]))
+        return self._start(
+            lambda: host.sum_into(start, stop, [tensor[start:stop] for tensor in host.tensors]), elements
+        )
 
     def reduce_scatter(self, flat: Flat, into: Tensor | None = None) -> Pending:
         """Begin to sum `flat` over the gradient axis; this rank gets its fragment of the zero axis alone: in place, or
@@ -120,6 +163,7 @@ class Reducer:
         start, stop = rank * length, (rank + 1) * length
         own = flat.tensor[start:stop]
         host = flat.host
+        elements = _ring(flat.tensor.numel(), size) + _ring(length, self.replicas.size, 2)
         if self.axis.size == 1:
             return self._start(lambda: _ignore(into.add_(own)) if into is not None else None)
         if host is None:
@@ -129,14 +173,14 @@ class Reducer:
                 collectives.all_reduce(part, self._replicas)
                 own.copy_(part) if into is None else into.add_(part)
 
-            return self._start(exchange)
+            return self._start(exchange, elements)
         if into is not None:
-            return self._start(lambda: host.sum_into(start, stop, [into], add=True))
+            return self._start(lambda: host.sum_into(start, stop, [into], add=True), elements)
         # The replicas of a fragment share the work, and give each other the result.
         low, high = share(length, self.replicas.rank, self.replicas.size)
         low, high = start + low, start + high
         copies = [host.tensors[replica * size + rank][low:high] for replica in range(self.replicas.size)]
-        return self._start(lambda: host.sum_into(low, high, copies))
+        return self._start(lambda: host.sum_into(low, high, copies), elements)
 
     def meet(self) -> None:
         """Where memory is shared: wait until all ranks have written what the others will read. No sum may be under
@@ -144,19 +188,32 @@ class Reducer:
         if self.link is not None:
             self.link.wait_for_all()
 
-    def gather(self, own: Flat, full: Tensor) -> None:
-        """Fill `full` with the fragments `own` of all ranks of the zero axis. After `meet`."""
-        parts = full.view(self.zero.size, -1)
-        if own.host is None:
-            collectives.all_gather(own.tensor, full, self.zero)
-            return
-        for rank, part in enumerate(parts):
-            part.copy_(own.host.tensors[self.replicas.rank * self.zero.size + rank])
+    def gather(self, own: Flat, full: Tensor) -> Pending:
+        """Begin to fill `full` with the fragments `own` of all ranks of the zero axis. After `meet`. In one order on
+        all of them."""
+        self.gathers += 1
+        self.elements += _ring(full.numel(), self.zero.size)
+        host = own.host
+        if host is None and self._fetches is not None:
+            return self._fetches.start(lambda: self._gather(own.tensor, full))
+        pending = Pending()
+        if host is None:
+            pending.settle(lambda: collectives.all_gather(own.tensor, full, self.zero))
+        else:
+            parts = [host.tensors[self.replicas.rank * self.zero.size + rank] for rank in range(self.zero.size)]
+            pending.settle(lambda: _ignore(torch.cat(parts, out=full)))
+        return pending
+
+    def _gather(self, own: Tensor, full: Tensor) -> None:
+        collectives.all_gather(own, full, self._gathered)
+        if own.device.type != "cpu":  # it may be given back before this stream has read it
+            own.record_stream(torch.accelerator.current_stream())
 
     def refresh(self, full: Flat) -> None:
         """Fill `full`, of which every rank of the zero axis has updated its fragment, with the others' fragments. After
         `meet`."""
         parts = full.tensor.view(self.zero.size, -1)
+        self.elements += _ring(full.tensor.numel(), self.zero.size)
         if full.host is None:
             collectives.all_gather(parts[self.zero.rank], full.tensor, self.zero)
             return
@@ -169,30 +226,24 @@ class Reducer:
         """A reducer over this rank alone: what a plan computes whose gradients are not summed."""
         single = copy.copy(self)
         single.axis = Axis("gradient", 0, 1, (self.axis.ranks[self.axis.rank],))
-        single._thread = None
+        single._sums = None
         return single
 
-    def _start(self, work: Callable[[], None] | None) -> Pending:
+    def _start(self, work: Callable[[], None] | None, elements: float = 0.0) -> Pending:
+        self.elements += elements
+        if work is not None and self._sums is not None:
+            return self._sums.start(work)
         pending = Pending()
-        if work is None or (self._thread is None and self._stream is None):
-            pending.settle(work or (lambda: None))
-        elif self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream())
-            pending._stream = self._stream
-            with self._stream:
-                pending.settle(work)
-        else:
-            self._tasks.put((pending, work))
+        pending.settle(work or (lambda: None))
         return pending
 
     def close(self) -> None:
-        """Stop the thread and close the sockets."""
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
-            self._thread = None
-            self._release()
-            self.link = None
+        """Stop the threads and close the sockets."""
+        for lane in (self._sums, self._fetches):
+            if lane is not None:
+                lane.close()
+        self._release()
+        self.link = None
 
 
 _Tasks = queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None]
@@ -205,10 +256,13 @@ def _serve(tasks: "_Tasks") -> None:
         del task, pending, work  # a reducer they refer to may be let go of while this waits
 
 
-def _let_go(tasks: "_Tasks", link: HostLink | None) -> None:
-    tasks.put(None)
+def _close(link: HostLink | None) -> None:
     if link is not None:
         link.close()
+
+
+def _ring(numel: int, size: int, times: int = 1) -> float:
+    return times * numel * (size - 1) / size
 
 
 def _ignore(value: object) -> None:

@@ -55,7 +55,7 @@ def sums(axes: dict[str, int], link: bool) -> dict[str, Tensor]:
     whole = reducer.allocate(5 * parts, torch.float32, CPU)
     whole.tensor.view(parts, 5)[reducer.zero.rank].fill_(reducer.zero.rank)
     reducer.meet()
-    reducer.gather(fragment, full)
+    reducer.gather(fragment, full).wait()
     reducer.refresh(whole)
     expected = torch.arange(parts).float().repeat_interleave(5)
     assert torch.equal(full, expected)
@@ -123,7 +123,8 @@ def test_an_error_on_the_thread_reaches_whoever_waits() -> None:
 
 def forgotten(link: bool) -> bool:
     reducer = Reducer(Mesh({"replicate": 2}, device="cpu"), link=link)
-    thread = reducer._thread
+    assert reducer._sums is not None
+    thread = reducer._sums._thread
     assert thread is not None
     flat = reducer.allocate(4, torch.float32, CPU)
     reducer.all_reduce(flat).wait()
