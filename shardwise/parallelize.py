@@ -204,7 +204,7 @@ def parallelize(
     def buckets_of(parameters: Iterable[nn.Parameter], stage: int) -> Buckets:
         entries = [entry(parameter) for parameter in parameters]
         return Buckets(
-            entries, stage, precision, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off, tiers
+            entries, stage, precision, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off, tiers, seed
         )
 
     own_buckets = [

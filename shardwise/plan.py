@@ -34,7 +34,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "expert": (1,),
     "averaging": ("every-step",),
     "recompute": ("none", "full", "every", "sqrt"),
-    "precision": ("fp32", "fp64", "bf16", "fp16"),
+    "precision": ("fp32", "fp64", "bf16", "bf16-pure", "fp16"),
     "offload": ("optimizer", "master"),
     "compress_gradients": ("none",),
     "compress_activations": ("none",),
@@ -92,8 +92,8 @@ class Plan(BaseModel):
     recompute: Recompute = "none"
     """What is computed again in backward: none, full (blocks), every:K (each K-th one), sqrt (segments of a chain),
     selective, or the fraction of activation memory to keep."""
-    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Number format of forward and backward."""
+    precision: Literal["fp64", "fp32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
+    """Number format of forward and backward. bf16-pure keeps no float32 masters and rounds updates stochastically."""
     offload: Offload = Offload()
     """State kept in host memory or on disk."""
     compress_gradients: GradientCompression = "none"
@@ -494,7 +494,7 @@ def _compression(plan: Plan, job: _Job) -> Iterator[Problem]:
             f"{plan.compress_gradients} has nothing to compress: no gradient travels between data-parallel ranks",
             "set plan.replicate or plan.shard above 1, or plan.compress_gradients to none",
         )
-    if plan.compress_activations == "fp16" and plan.precision in ("fp16", "bf16"):
+    if plan.compress_activations == "fp16" and plan.precision in ("fp16", "bf16", "bf16-pure"):
         yield Problem(
             "plan.compress_activations",
             f"fp16 saves nothing where precision is {plan.precision}: both have 16 bits",
@@ -503,7 +503,7 @@ def _compression(plan: Plan, job: _Job) -> Iterator[Problem]:
 
 
 def _offload(plan: Plan, job: _Job) -> Iterator[Problem]:
-    if plan.offload.master and plan.precision in ("fp64", "fp32"):
+    if plan.offload.master and plan.precision in ("fp64", "fp32", "bf16-pure"):
         yield Problem(
             "plan.offload.master",
             f"precision {plan.precision} has no master weights beside its parameters",

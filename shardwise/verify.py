@@ -28,7 +28,7 @@ from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 
 # Largest relative error by precision: rounding in float64; in float32 rounding grows through a few steps.
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.2, "bf16-pure": 0.2, "fp16": 0.05}
 # Values below this fraction of the largest of their kind are compared with that fraction: what is zero but for rounding
 # has no relative error. (The bias of the keys is such: softmax does not see it, and Adam makes steps of its rounding.)
 FLOOR = 1e-4

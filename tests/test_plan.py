@@ -39,7 +39,7 @@ PLANS = st.builds(
     expert=st.integers(1, 9),
     averaging=st.sampled_from(["every-step", "delayed", "local:1", "local:16"]),
     recompute=st.one_of(st.sampled_from(["none", "full", "selective"]), FRACTIONS),
-    precision=st.sampled_from(["fp64", "fp32", "bf16", "fp16", "fp8"]),
+    precision=st.sampled_from(["fp64", "fp32", "bf16", "bf16-pure", "fp16", "fp8"]),
     offload=st.fixed_dictionaries({}, optional={"optimizer": PLACES, "activations": PLACES}),
     compress_gradients=st.sampled_from(["none", "int8", "powersgd:4", "topk:0.01"]),
     compress_activations=st.sampled_from(["none", "gist", "int4"]),
@@ -116,7 +116,7 @@ def test_a_plan_cannot_be_changed() -> None:
         ({"sequence": 1}, "plan.sequence: 1 is not possible; give true or false"),
         (
             {"precision": "float32"},
-            "plan.precision: 'float32' is not known; choose one of fp64, fp32, bf16, fp16, fp8",
+            "plan.precision: 'float32' is not known; choose one of fp64, fp32, bf16, bf16-pure, fp16, fp8",
         ),
         (
             {"context_method": "rings"},

@@ -10,7 +10,7 @@ stage 2 on whole gradients exist only while they land: every microbatch's are su
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from shardwise.gradient import Slot
 from shardwise.layout import Layout, Place, share
 from shardwise.memory.offload import Shelves, Tier, standing_in
 from shardwise.memory.precision import Precision
+from shardwise.memory.rounding import round_into
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Fragment, Optimizer, Packed, override_of
 from shardwise.pieces import Away, Pieces, pieces_of
@@ -100,6 +101,7 @@ class Bucket:
         further: Sequence[Axis],
         optimizer: Optimizer | None,
         tiers: dict[str, Tier],
+        seed: int,
     ) -> None:
         # Those that the optimizer treats alike side by side.
         self.entries = sorted(entries, key=lambda entry: _treatment(entry, optimizer)) if optimizer else entries
@@ -120,6 +122,7 @@ class Bucket:
         self.start = (reducer.zero.rank if stage else 0) * length
         self.stop = self.start + length
         self.precision = precision
+        self.seed = seed
         self.device = device
         self.fragments: list[Fragment] = []
         self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
@@ -210,7 +213,7 @@ class Bucket:
                 shape=entry.shape if alone else (numel,),
                 start=low - first,
                 stop=high - first,
-                parameter=self.master[slice(*span)],
+                parameter=self._updated(span),
                 gradient=self.own_gradient[slice(*span)],
                 decay=entry.decay,
                 split=next((split.dim for split in entry.layout.splits), None) if alone else None,
@@ -223,22 +226,40 @@ class Bucket:
             self._members.append({other.name for other in run})
         self.shelves.put_states(self.fragments, optimizer, self.device)
 
+    def _updated(self, span: tuple[int, int]) -> Tensor:
+        """What an update changes of a fragment's parameters; without values where it is there only then."""
+        if self.precision.rounds:
+            return _like(span[1] - span[0], self.precision.master)
+        return self.master[slice(*span)]
+
     @contextlib.contextmanager
-    def ready(self) -> Iterator[list[Fragment]]:
+    def ready(self, step: int, splits: Mapping[str, Place]) -> Iterator[list[Fragment]]:
         """The fragments, for an update inside, in the memory that their state is in; afterwards the values are the new
         ones."""
         with self.shelves.here(*KINDS):
-            with self.shelves.beside(self.master, self.own_gradient) as (parameters, gradients):
+            masters = self.own.to(self.precision.master) if self.precision.rounds else self.master
+            with self.shelves.beside(masters, self.own_gradient) as (parameters, gradients):
                 for fragment, span in zip(self.fragments, self._spans, strict=True):
                     fragment.parameter, fragment.gradient = parameters[slice(*span)], gradients[slice(*span)]
                 yield self.fragments
+            if self.precision.rounds:
+                self._round(masters, step, splits)
             self.store()
         self._let_go()
+
+    def _round(self, updated: Tensor, step: int, splits: Mapping[str, Place]) -> None:
+        for entry in self.entries:
+            first = self.offsets[entry.name]
+            low, high = self.overlap(first, first + entry.numel)
+            part = slice(low - self.start, high - self.start)
+            if low < high:
+                own, values = self.own[part], updated[part]
+                round_into(own, values, entry.name, entry.layout, splits, low - first, self.seed, step)
 
     def _let_go(self) -> None:
         """What is not there is referred to by nobody, so that its memory is free."""
         for fragment, span in zip(self.fragments, self._spans, strict=True):
-            fragment.parameter, fragment.gradient = self.master[slice(*span)], self.own_gradient[slice(*span)]
+            fragment.parameter, fragment.gradient = self._updated(span), self.own_gradient[slice(*span)]
 
     def _take_own(self, tensors: list[Tensor]) -> None:
         (self.own,) = tensors
@@ -329,13 +350,13 @@ class Bucket:
         `keep_values`."""
         return (
             torch.zeros(self.numel, dtype=self.precision.master, device=self.device)
-            if self.precision.mixed
+            if self.precision.converts
             else self.values
         )
 
     def keep_values(self, whole: Tensor) -> None:
         """Take this rank's part of the first values."""
-        if self.precision.mixed:
+        if self.precision.converts:
             self.values.copy_(whole)
         if self.stage == 3 or self.precision.mixed:
             with self.shelves.here("parameters", "master"):
@@ -461,6 +482,7 @@ class Buckets:
         bucket_bytes: a bucket is closed once it is at least so large.
         puts_off: whether a schedule computes weight gradients apart from input gradients.
         tiers: what lives elsewhere, by key of `plan.offload`.
+        seed: of stochastic rounding.
     """
 
     def __init__(
@@ -475,22 +497,23 @@ class Buckets:
         bucket_bytes: int = BUCKET_BYTES,
         puts_off: bool = False,
         tiers: dict[str, Tier] | None = None,
+        seed: int = 0,
     ) -> None:
         self.stage = stage
         self.reducer = reducer
         # Backward fills the last layers first.
         self.buckets = [
-            Bucket(group, stage, precision, device, reducer, further[group[0].extra], optimizer, tiers or {})
+            Bucket(group, stage, precision, device, reducer, further[group[0].extra], optimizer, tiers or {}, seed)
             for group in _groups(reversed(entries), precision.master.itemsize, bucket_bytes, by_unit=stage == 3)
         ]
-        self._brings = bool(tiers)
+        self._brings = bool(tiers) or precision.rounds
         self._home: dict[str, tuple[int, Bucket]] = {}
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
                 self._home[entry.name] = (index, bucket)
                 view = bucket.view(bucket.landing.tensor, entry) if bucket.landing is not None else None
                 find = self._open if view is None else None
-                entry.slot = Slot(entry.name, entry.direct, self._landed, view, find, precision.mixed)
+                entry.slot = Slot(entry.name, entry.direct, self._landed, view, find, precision.converts)
             if optimizer is not None:
                 bucket.make_fragments(optimizer)
         self._pool: list[Flat] = []
@@ -657,13 +680,13 @@ class Buckets:
         """
         with torch.no_grad():
             axes = [self.reducer.zero] if self.stage else []
-            # One by one what must be brought, all together what is there.
+            # One by one what must be brought or made for the update, all together what is there.
             groups = [[bucket] for bucket in self.buckets] if self._brings else [self.buckets]
             for group, following in zip(groups, [*groups[1:], []], strict=True):
                 for bucket in following:
                     bucket.shelves.prefetch(*KINDS)
                 with contextlib.ExitStack() as stack:
-                    fragments = [part for bucket in group for part in stack.enter_context(bucket.ready())]
+                    fragments = [part for bucket in group for part in stack.enter_context(bucket.ready(step, splits))]
                     for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale.clip / scale.loss):
                         for split in (False, True):
                             chosen = [request.tensor for request in sums if request.split == split]

@@ -13,15 +13,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats of passes (`compute`) and of masters, gradients and optimizer state (`master`)."""
+    """Number formats of passes (`compute`) and of masters, gradients and optimizer state (`master`).
+
+    With `rounds` there are no masters: an update computes with the parameters in the master format, and rounds what it
+    has found to the compute format stochastically.
+    """
 
     compute: torch.dtype
     master: torch.dtype
+    rounds: bool = False
+
+    @property
+    def converts(self) -> bool:
+        """Whether the two formats differ."""
+        return self.compute != self.master
 
     @property
     def mixed(self) -> bool:
         """Whether parameters and their masters are two tensors."""
-        return self.compute != self.master
+        return self.converts and not self.rounds
 
 
 PRECISIONS = {
@@ -29,6 +39,7 @@ PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "bf16": Precision(torch.bfloat16, torch.float32),
     "fp16": Precision(torch.float16, torch.float32),
+    "bf16-pure": Precision(torch.bfloat16, torch.float32, rounds=True),
 }
 
 # Doubled after so many clean steps in a row, halved after one that overflowed, from the largest power of two fp16

@@ -49,6 +49,12 @@ def test_low_precision_follows_float64_to_its_bound(layout: dict[str, Any], prec
     assert run_ranks(agrees, Plan(**plan).num_ranks, plan) == [""] * Plan(**plan).num_ranks
 
 
+@pytest.mark.parametrize("layout", [{}, LAYOUTS[4], LAYOUTS[6], LAYOUTS[7]], ids=str)
+def test_bf16_without_masters_follows_float64_to_its_bound(layout: dict[str, Any]) -> None:
+    plan = layout | {"precision": "bf16-pure"}
+    assert run_ranks(agrees, Plan(**plan).num_ranks, plan) == [""] * Plan(**plan).num_ranks
+
+
 def make(plan: dict[str, Any]) -> Parallel:
     return parallelize(build({"num_blocks": 3}), Plan(**plan), optimizer=AdamW(lr=1e-2), clip=None, bucket_bytes=600)
 
