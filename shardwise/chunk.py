@@ -2,6 +2,7 @@
 versions."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardwise.data_parallel.buckets import Buckets, Scale
 from shardwise.data_parallel.reducer import Flat
 from shardwise.data_parallel.units import Units
 from shardwise.gradient import Tape, hook
+from shardwise.head import Head
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Half
@@ -79,6 +81,12 @@ class ModelChunk:
         self._versions = {0: _Version({id(bucket): bucket.stored for bucket in buckets.buckets}, parameters)}
         self._spare: list[_Version] = []
         self._bound = 0
+        self._head: Head | None = None
+
+    def adopt(self, head: Head) -> None:
+        """Have forwards leave the logits to the loss."""
+        self._head = head
+        head.holding = lambda: self._units.holding(head.module)
 
     # The runner's side
 
@@ -95,7 +103,7 @@ class ModelChunk:
             self._next_microbatch = microbatch + 1
         if self.module.training:
             seed_generators(self._seeds(microbatch))
-        with self._units.running():
+        with self._units.running(), nullcontext() if self._head is None else self._head.promising():
             return self.module(received, inputs)
 
     def note(self) -> Callable[[], None]:

@@ -89,27 +89,27 @@ class Slot:
         assert self.view is not None
         return self.view
 
-    def matmul(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right."""
+    def matmul(self, left: Tensor, right: Tensor, last: bool = True) -> None:
+        """Add left @ right; unless it is the `last`, more of the same contribution follows."""
         if self.converts:
-            self.add(kernels.product(left, right))
+            self.add(kernels.product(left, right), last)
             return
         view = self._memory()
         if self.fresh:
             torch.mm(left, right, out=view)
         else:
             view.addmm_(left, right)
-        self._written()
+        self._written(last)
 
-    def add(self, value: Tensor) -> None:
-        """Add `value`, which may be sparse."""
+    def add(self, value: Tensor, last: bool = True) -> None:
+        """Add `value`, which may be sparse; unless it is the `last`, more of the same contribution follows."""
         view = self._memory()
         value = value.to_dense() if value.is_sparse else value
         if self.fresh:
             view.copy_(value)
         else:
             view.add_(value)
-        self._written()
+        self._written(last)
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Add row i of `rows` (N, H) to row index[i] of the view."""
@@ -119,9 +119,10 @@ class Slot:
         view.index_add_(0, index, rows.to(view.dtype))
         self._written()
 
-    def _written(self) -> None:
+    def _written(self, last: bool = True) -> None:
         self.fresh = False
-        self.on_landing(self)
+        if last:
+            self.on_landing(self)
 
     def begin(self) -> None:
         """A new sum: forget the last one's gradient."""

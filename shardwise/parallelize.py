@@ -20,6 +20,7 @@ from shardwise.data_parallel.reducer import Reducer
 from shardwise.data_parallel.units import UNIT
 from shardwise.given import facts_of, refuse_batch_statistics
 from shardwise.gradient import Slot, Tape, attach, attach_apart, can_put_off, hook, is_direct
+from shardwise.head import Alone, Head
 from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
@@ -31,7 +32,7 @@ from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Parallel, version_table
 from shardwise.pipeline_parallel import schedule as schedules
 from shardwise.pipeline_parallel.runner import Runner
-from shardwise.pipeline_parallel.schedule import Kind, Schedule
+from shardwise.pipeline_parallel.schedule import Kind, Schedule, round_rows
 from shardwise.pipeline_parallel.simulator import Costs, Memory
 from shardwise.pipeline_parallel.stages import Stage, Whole, cut, parts_of
 from shardwise.pipeline_parallel.wire import Wire
@@ -41,7 +42,7 @@ from shardwise.state import Assembly
 from shardwise.tensor_parallel.context import divide
 from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers
-from shardwise.tensor_parallel.rules import Rules
+from shardwise.tensor_parallel.rules import Rules, output_matrix
 from shardwise.tensor_parallel.slices import divide as divide_in_time
 from shardwise.values import move_buffers, place, settle_frozen
 
@@ -107,6 +108,7 @@ def parallelize(
     device = mesh.device()
     axis = mesh.axis("pipeline")
     loss = as_loss(loss)
+    terms = loss.terms
     decays = decay or (lambda name, parameter: parameter.ndim >= 2)
     given: dict[str, object] = {
         "seed": seed,
@@ -280,9 +282,16 @@ def parallelize(
         hook(live[name], slot)
 
     # 5. The runner
+    total = loss.sum
+    last_rank, last_chunk = schedule.owner(schedule.total_stages - 1)
+    if terms is not None and last_rank == axis.rank and _takes_losses_back(schedule):
+        head = division.head() if division is not None else _head_of(model, rules)
+        if head is not None and head.module in mine[last_chunk].modules():
+            total = head.loss(terms, loss).sum
+            chunks[last_chunk].adopt(head)
     alike = division.region.exchange if division is not None and not plan.sequence else None
     wire = Wire(axis, device, schedule.total_stages - 1, negotiate, alike)
-    runner = Runner(schedule, axis.rank, chunks, wire, loss.sum, lambda action: parallel.update(action))
+    runner = Runner(schedule, axis.rank, chunks, wire, total, lambda action: parallel.update(action))
     if slices is not None:
         runner.recompute = whole
         runner.finished = slices.finished
@@ -437,6 +446,29 @@ def _attach(
             attach(module, found, tape)
         elif puts_off and can_put_off(module):
             attach_apart(module, found, tape)
+
+
+def _head_of(model: nn.Module, rules: Rules | None) -> Head | None:
+    """The output matrix that this rank holds whole, to be computed with its loss."""
+    module = output_matrix(model, rules)
+    if module is None or module._parameters.keys() != {"weight", "bias"}:
+        return None
+    slots, *others = getattr(module, "_landing", ({}, Tape()))
+    if len(others) != 1 or ("forward" in module.__dict__ and not slots):
+        return None  # computes something else than a linear layer
+    return Head(module, slots, others[0], Alone(module.out_features))
+
+
+def _takes_losses_back(schedule: Schedule) -> bool:
+    """Whether the last stage's backwards follow their forwards in the same step, so that its losses may be computed in
+    them."""
+    rank, chunk = schedule.owner(schedule.total_stages - 1)
+    for number in (0, 1):
+        row = [action for action in round_rows(schedule, number)[rank] if action.chunk == chunk]
+        forwards = {action.microbatch for action in row if action.kind is Kind.F}
+        if forwards != {action.microbatch for action in row if action.kind in (Kind.B, Kind.BW)}:
+            return False
+    return True
 
 
 def _ranks_of(stages: Iterable[int], rank_of: dict[int, int]) -> tuple[int, ...]:

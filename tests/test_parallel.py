@@ -143,11 +143,14 @@ def trained(plan: dict[str, Any], settings: dict[str, Any]) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_axes_of_size_one_change_nothing(microbatches: int) -> None:
-    """CASES 4: two ranks along either data-parallel axis are plain data parallelism, to the bit."""
+    """CASES 4: two ranks along either data-parallel axis are plain data parallelism, to the bit; with divided optimizer
+    state to the last one, since AdamW rounds the elements at the end of a fragment otherwise than those before."""
     plans = [{"replicate": 2}, {"shard": 2}, {"shard": 2, "zero": 1}]
     found = [run_ranks(trained, 2, plan | {"microbatches": microbatches}, {})[0] for plan in plans]
-    for other in found[1:]:
-        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value)
+        epsilon = torch.finfo(value.dtype).eps
+        torch.testing.assert_close(found[2][name], value, rtol=epsilon, atol=0.01 * epsilon)  # of a step of 0.01
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ OPTIMIZERS = {
 OFFLOADED = f"disk:{tempfile.gettempdir()}/shardwise-tests"
 
 
+@patch("shardwise.head.CHUNK_TOKENS", 1)
 def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
     with apart(job.get("apart", False)):
         return check_here(plan, model, job)

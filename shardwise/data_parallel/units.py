@@ -30,6 +30,7 @@ class Units:
     """
 
     def __init__(self, root: nn.Module, buckets: Buckets) -> None:
+        self._root = root
         self._all = [bucket for bucket in buckets.buckets if bucket.gathers]
         if not self._all:
             return
@@ -60,6 +61,17 @@ class Units:
         if self._last is not None:
             self._next.pop(self._last, None)
         self._release(-1)
+
+    @contextlib.contextmanager
+    def holding(self, module: nn.Module) -> Iterator[None]:
+        """The parameters of a module are there inside, outside of its unit's forward."""
+        parts = self._root.modules() if self._all else ()
+        units = {getattr(part, UNIT, -1) for part in parts if module in part.modules()}
+        for unit in units:
+            self._acquire(unit)
+        yield
+        for unit in units:
+            self._release(unit)
 
     def begin_backward(self) -> None:
         """The chunk's backward begins."""

@@ -6,6 +6,7 @@ logits), and one gather of those gives everyone the loss. Tokens are taken in ch
 their gradient nothing of their size is held.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,35 @@ def divided_cross_entropy(
 def _chunks(logits: Tensor) -> list[slice]:
     step = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
     return [slice(low, low + step) for low in range(0, logits.shape[0], step)]
+
+
+class Shared:
+    """The ranks of the tensor axis as holders of the output matrix, whose rows are divided over them (`head.Holders`).
+
+    Args:
+        region: the tensor axis.
+        vocabulary: rows of the whole matrix.
+    """
+
+    def __init__(self, region: Region, vocabulary: int) -> None:
+        self.region = region
+        self.vocabulary = vocabulary
+        self.size = region.axis.size
+        self.start = share(vocabulary, region.axis.rank, region.axis.size)[0]
+
+    @property
+    def length(self) -> int:
+        return self.region.length
+
+    def enter(self, x: Tensor, length: int) -> Tensor:
+        return self.region.gather(x, length) if self.region.sequence else x
+
+    def everyone(self, parts: Tensor) -> Tensor:
+        return self.region.exchange.gather(parts.unsqueeze(0), 0, self.size)
+
+    def sum(self, part: Tensor) -> Callable[[], Tensor]:
+        buffer = self.region.exchange.buffer(tuple(part.shape), part).copy_(part)
+        return self.region.exchange.start_sum(buffer, self.region.scatter)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from shardwise.collectives import Exchange
 from shardwise.gradient import Slot, Tape
+from shardwise.head import Head
 from shardwise.layout import Layout, Split
 from shardwise.loss import Loss, logits_of
 from shardwise.mesh import Axis, Mesh
 from shardwise.plan import Plan
 from shardwise.tensor_parallel import rules as tables
-from shardwise.tensor_parallel.cross_entropy import divided_cross_entropy
+from shardwise.tensor_parallel.cross_entropy import Shared, divided_cross_entropy
 from shardwise.tensor_parallel.embedding import Table
 from shardwise.tensor_parallel.linear import Columns, Row
 from shardwise.tensor_parallel.region import Landing, Region
@@ -31,6 +32,7 @@ class Division:
         self.region = region
         self.layouts: dict[int, Layout] = {}
         self.vocabulary = 0  # columns of the logits, if they are divided
+        self.output: nn.Module | None = None  # the matrix that makes them
         self._landings: dict[int, Landing] = {}
 
     def layout(self, parameter: nn.Parameter) -> Layout:
@@ -67,6 +69,14 @@ class Division:
             return loss.sum(output, targets)
 
         return Loss(divided, loss.count)
+
+    def head(self) -> Head | None:
+        """The output matrix, to be computed with its loss; once the modules are attached."""
+        if self.output is None:
+            return None
+        landing = self._landings[id(self.output)]
+        slots = {name: slot for name, slot in landing.slots.items() if slot.direct}
+        return Head(self.output, slots, landing.tape, Shared(self.region, self.vocabulary))
 
     def take(self, module: nn.Module, landing: Landing, forward: Callable[..., Tensor]) -> None:
         """Have a module compute `forward`."""
@@ -239,7 +249,7 @@ def _divide_vocabulary(division: Division, path: str, module: nn.Module) -> None
         division.take(module, table.landing, table.__call__)
         return
     columns = Columns(division.region, [module])
-    division.vocabulary = shape[0]
+    division.vocabulary, division.output = shape[0], module
     division.take(module, columns.landings[0], lambda input: columns(0, input))
 
 

@@ -155,6 +155,21 @@ def assign(model: nn.Module, rules: Rules | None) -> dict[str, Assigned]:
     return found
 
 
+def output_matrix(model: nn.Module, rules: Rules | None) -> nn.Linear | None:
+    """The linear layer that makes the logits: what the user's rules call "vocabulary", what a Hugging Face model says
+    of itself, or that of our families; None if that does not tell."""
+    own = [(_compile(pattern), _style(pattern, style).kind) for pattern, style in (rules or {}).items()]
+    own.append((_compile("head.output"), "vocabulary"))
+    output_of = getattr(model, "get_output_embeddings", None)
+    found = {id(output): output for output in [output_of() if callable(output_of) else None] if output is not None}
+    for path, module in model.named_modules():
+        kind = next((kind for expression, kind in own if expression.fullmatch(path)), "")
+        if kind == "vocabulary" and isinstance(module, nn.Linear):
+            found[id(module)] = module
+    modules = list(found.values())
+    return modules[0] if len(modules) == 1 and type(modules[0]) is nn.Linear else None
+
+
 def nearest(assigned: Mapping[str, Assigned], path: str) -> Assigned | None:
     """The style of a module: its own, or that of the nearest module it is in whose style holds for what is inside."""
     if path in assigned:

@@ -1,6 +1,7 @@
 """Layers divided over the tensor axis against one device, and what the rules say to a mistake."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise import collectives
+from shardwise import collectives, head
 from shardwise.loss import Loss, cross_entropy_with
 from shardwise.mesh import Mesh
 from shardwise.models import build
@@ -55,15 +56,16 @@ def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> R
     full = Plan(precision="fp64", **plan)
     rows = full.data_parallel * full.microbatches + job.get("more", 1)
     torch.manual_seed(3)
-    return verify(
-        build(config, vocabulary, device=job.get("device", "meta")),
-        full,
-        make_batches(2, rows, job.get("length", 7), vocabulary),
-        optimizer=SGD(lr=0.3, momentum=0.9) if job.get("sgd") else AdamW(lr=1e-2, weight_decay=0.3),
-        clip=job.get("clip", 0.5),
-        loss=LOSSES[job.get("loss", "plain")],
-        bucket_bytes=600,
-    )
+    with patch.object(head, "CHUNK_TOKENS", job.get("chunk", 1)):
+        return verify(
+            build(config, vocabulary, device=job.get("device", "meta")),
+            full,
+            make_batches(2, rows, job.get("length", 7), vocabulary),
+            optimizer=SGD(lr=0.3, momentum=0.9) if job.get("sgd") else AdamW(lr=1e-2, weight_decay=0.3),
+            clip=job.get("clip", 0.5),
+            loss=LOSSES[job.get("loss", "plain")],
+            bucket_bytes=600,
+        )
 
 
 def assert_agrees(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> None:
@@ -123,6 +125,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         "clip": draw(st.sampled_from([None, 0.05])),
         "device": draw(st.sampled_from(["meta", "cpu"])),
         "sgd": draw(st.booleans()),
+        "chunk": draw(st.sampled_from([1, 256])),
     }
     return plan, model, job
 
