@@ -35,7 +35,10 @@ class Holders(Protocol):
 
     @property
     def length(self) -> int:
-        """Positions of the microbatch at hand, over all ranks, where the sequence is split."""
+        """Positions of the microbatch at hand, over all ranks, where the sequence is split; else 0."""
+
+    def note(self) -> Callable[[], None]:
+        """Note what microbatch is at hand; the function that is returned makes it so again."""
 
     def enter(self, x: Tensor, length: int) -> Tensor:
         """The matrix's whole input, of what this rank has of it."""
@@ -57,6 +60,9 @@ class Alone:
     start: int = 0
     length: int = 0
 
+    def note(self) -> Callable[[], None]:
+        return lambda: None
+
     def enter(self, x: Tensor, length: int) -> Tensor:
         return x
 
@@ -67,38 +73,67 @@ class Alone:
         return lambda: part
 
 
+# What can be asked of a tensor without its values.
+_KNOWN = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("device", "dtype", "grad_fn", "is_leaf", "ndim", "requires_grad", "shape")
+)
+
+
 class Logits(Tensor):
-    """The logits of an input, which are computed when something looks at them."""
+    """The logits of an input, of their shape but without memory, which are computed when something looks at them."""
 
     head: "Head"
     x: Tensor
     found: Tensor | None
-    hooks: list[Callable[[Tensor], Any]]
-
-    @staticmethod
-    def promised(head: "Head", x: Tensor) -> "Logits":
-        logits = torch.empty(0).as_subclass(Logits)
-        logits.head, logits.x, logits.found, logits.hooks = head, x, None, []
-        return logits
+    before: list[Callable[[Tensor], Any]]  # called when their backward begins
 
     def computed(self) -> Tensor:
         """The logits themselves."""
         if self.found is None:
             with self.head.holding():
                 self.found = self.head.compute(self.x)
-            for hook in self.hooks:
-                self.found.register_hook(hook)  # type: ignore[no-untyped-call]
+            if self.found.requires_grad:
+                for call in self.before:
+                    self.found.register_hook(call)  # type: ignore[no-untyped-call]
         return self.found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.register_hook and args[0].found is None:
-            args[0].hooks.append(args[1])
-            return None
-        if func == Tensor.requires_grad.__get__ and args[0].found is None:  # type: ignore[attr-defined]
-            return torch.is_grad_enabled() and args[0].head.trains(args[0].x)
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(Logits, Logits.computed, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _Promise(torch.autograd.Function):
+    """Promised logits stand in the graph as if they had been computed: a function of a user's own may be given them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: "Head") -> Tensor:
+        ctx.x, ctx.head, ctx.again = x.detach().requires_grad_(x.requires_grad), head, head.holders.note()
+        shape = list(x.shape[:-1])
+        if head.holders.length:
+            shape[1] = head.holders.length
+        return x.new_empty(()).expand(*shape, weight.shape[0]).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.again()
+        with torch.enable_grad():
+            found = ctx.head.compute(ctx.x)
+        torch.autograd.backward(found, grad)
+        return ctx.x.grad, None, None, None
+
+
+def before_backward(output: Tensor, call: Callable[[Tensor], Any]) -> None:
+    """Have a function called when the backward of what made `output` begins."""
+    if type(output) is Logits and output.found is None:
+        output.before.append(call)
+    else:
+        output.register_hook(call)  # type: ignore[no-untyped-call]
 
 
 class Head:
@@ -130,13 +165,19 @@ class Head:
         finally:
             self._promises = None
 
-    def trains(self, x: Tensor) -> bool:
-        """Whether anything here has a gradient."""
-        return x.requires_grad or any(p is not None and p.requires_grad for p in self.module._parameters.values())
-
     def _forward(self, input: Tensor) -> Tensor:
         # Within a recomputed part of the model, whose forward keeps no graph, promises would be lost.
-        return Logits.promised(self, input) if self._promises is torch.is_grad_enabled() else self.compute(input)
+        if self._promises is not torch.is_grad_enabled():
+            return self.compute(input)
+        weight, bias = self._parameters()
+        logits: Logits = _Promise.apply(input, weight, bias, self).as_subclass(Logits)  # type: ignore[no-untyped-call]
+        logits.head, logits.x, logits.found, logits.before = self, input, None, []
+        return logits
+
+    def _parameters(self) -> tuple[Tensor, Tensor | None]:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return weight, self.module._parameters["bias"]
 
     def loss(self, terms: CrossEntropy, otherwise: Loss) -> Loss:
         """The cross-entropy of these terms: with the matrix where its logits are a promise still, else `otherwise`."""
@@ -146,12 +187,10 @@ class Head:
             if type(logits) is not Logits or logits.found is not None:
                 return otherwise.sum(output, targets)
             x, targets = logits.x, targets.reshape(-1)
-            weight, bias = (self.module._parameters.get(name) for name in ("weight", "bias"))
-            assert weight is not None
-            if torch.is_grad_enabled() and self.trains(x):
-                return _HeadLoss.apply(x, weight, bias, targets, self, terms, logits.hooks)  # type: ignore[no-any-return, no-untyped-call]
+            if logits.requires_grad:
+                return _HeadLoss.apply(x, *self._parameters(), targets, self, terms, logits.before)  # type: ignore[no-any-return, no-untyped-call]
             with self.holding():
-                return _run(x, weight, bias, targets, self, terms, self.holders.length)[0]
+                return _run(x, *self._parameters(), targets, self, terms, self.holders.length)[0]
 
         return Loss(total, otherwise.count)
 
@@ -166,9 +205,9 @@ class _HeadLoss(torch.autograd.Function):
         targets: Tensor,
         head: Head,
         terms: CrossEntropy,
-        hooks: list[Callable[[Tensor], Any]],
+        before: list[Callable[[Tensor], Any]],
     ) -> Tensor:
-        ctx.head, ctx.terms, ctx.hooks, ctx.length = head, terms, hooks, head.holders.length
+        ctx.head, ctx.terms, ctx.before, ctx.length = head, terms, before, head.holders.length
         ctx.save_for_backward(x, weight, bias, targets)
         ctx.found = x.new_full((), float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
         return ctx.found.detach()  # type: ignore[no-any-return] # not the tensor that is kept, which would be a circle
@@ -176,8 +215,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        for hook in ctx.hooks:
-            hook(grad)
+        for call in ctx.before:
+            call(grad)
         x, weight, bias, targets = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         found, *gradients = _run(x, weight, bias, targets, ctx.head, ctx.terms, ctx.length, grad, needs)

@@ -113,6 +113,9 @@ def test_who_looks_at_promised_logits_gets_them() -> None:
         scaled = module(x) * 2
     assert type(scaled) is Tensor
     assert torch.equal(scaled, made.compute(x) * 2)
+    with made.promising():
+        logits = module(x)
+    assert logits.untyped_storage().nbytes() == 10 * VOCABULARY * 8  # asked for, hence there
     assert type(module(x)) is Tensor  # no loss to come
 
 
@@ -124,36 +127,52 @@ def test_a_target_outside_the_vocabulary_is_an_error() -> None:
         loss.sum(module(x), targets.fill_(VOCABULARY))
 
 
-class Scaled(nn.Module):
-    """Multiplies its logits, so that they are needed."""
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 0.5
 
-    def __init__(self, scale: float) -> None:
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.5
+
+
+class Scaled(nn.Module):
+    """Does something with its logits before it returns them."""
+
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.out = nn.Linear(HIDDEN, VOCABULARY)
-        self.scale = scale
+        self.how = how
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.out(self.tokens(tokens))
-        return logits if self.scale == 1 else logits * self.scale
+        if self.how == "hook" and logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient * 0.5)
+        if self.how == "function":
+            return _Halved.apply(logits)
+        if self.how == "in place":
+            return logits.mul_(0.5)
+        return logits * 0.5 if self.how == "product" else logits
 
 
 RULES: dict[str, Any] = {"tokens": "vocabulary", "out": "vocabulary"}
 
 
-def check(plan: dict[str, Any], scale: float) -> Report:
+def check(plan: dict[str, Any], how: str) -> Report:
     torch.manual_seed(7)
     tokens = torch.randint(VOCABULARY, (4, 5))
     full = Plan(precision="fp64", **plan)
     batches = [({"tokens": tokens}, tokens.roll(-1, 1))] * 2
     with patch.object(head, "CHUNK_TOKENS", 1):
-        return verify(Scaled(scale), full, batches, optimizer=SGD(lr=0.3), rules=RULES)
+        return verify(Scaled(how), full, batches, optimizer=SGD(lr=0.3), rules=RULES)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("plan", [{}, {"tensor": 2}, {"shard": 2, "zero": 3}, {"shard": 2, "zero": 2}], ids=str)
-def test_own_models_equal_one_device_whatever_they_do_with_logits(plan: dict[str, Any], scale: float) -> None:
-    reports = run_ranks(check, Plan(**plan).num_ranks, plan, scale)
+@pytest.mark.parametrize("how", ["nothing", "product", "function", "hook", "in place"])
+@pytest.mark.parametrize("plan", [{}, {"tensor": 2, "sequence": True}, {"shard": 2, "zero": 3}], ids=str)
+def test_own_models_equal_one_device_whatever_they_do_with_logits(plan: dict[str, Any], how: str) -> None:
+    reports = run_ranks(check, Plan(**plan).num_ranks, plan, how)
     assert all(report.agrees for report in reports), reports[0].describe()
 
 
@@ -183,7 +202,7 @@ def largest(kind: str, plan: dict[str, Any]) -> tuple[int, int]:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = function(*args, **(kwargs or {}))
             if isinstance(result, Tensor):
-                found.append(result.numel())
+                found.append(result.untyped_storage().nbytes() // result.element_size())
             return result
 
     batch = parallel.share(({name: tokens}, tokens))

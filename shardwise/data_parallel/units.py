@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data_parallel.buckets import Bucket, Buckets
+from shardwise.head import before_backward
 
 # Set on a module by `parallelize`: the number of the unit whose parameters it needs.
 UNIT = "_shardwise_unit"
@@ -125,7 +126,7 @@ class Units:
         if graph:
             for leaf in torch.utils._pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda gradient: self._before_backward(unit))  # type: ignore[no-untyped-call]
+                    before_backward(leaf, lambda gradient: self._before_backward(unit))
 
     def _before_backward(self, unit: int) -> None:
         if self._open == unit:

@@ -58,6 +58,9 @@ class Shared:
     def length(self) -> int:
         return self.region.length
 
+    def note(self) -> Callable[[], None]:
+        return self.region.note()
+
     def enter(self, x: Tensor, length: int) -> Tensor:
         return self.region.gather(x, length) if self.region.sequence else x
 
