@@ -14,6 +14,7 @@ from shardwise.data_parallel.reducer import Flat
 from shardwise.data_parallel.units import Units
 from shardwise.gradient import Tape, hook
 from shardwise.head import Head
+from shardwise.memory.offload_activations import Activations
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Half
@@ -48,6 +49,7 @@ class ModelChunk:
         splits: by name, the axes that layouts divide parameters over.
         version_of: microbatch -> the weight version it uses, for asynchronous schedules.
         slices: of sequences that are computed slice by slice, which then count as microbatches.
+        activations: keeps elsewhere what forward saves for backward; None leaves it.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ModelChunk:
         splits: dict[str, Axis],
         version_of: Callable[[int], int] | None,
         slices: Slices | None = None,
+        activations: Activations | None = None,
     ) -> None:
         self.module = module
         self.buckets = buckets
@@ -76,6 +79,7 @@ class ModelChunk:
         self._units = Units(module, buckets)
         self._version_of = version_of
         self._slices = slices
+        self._activations = activations
         self._put_off: dict[int, list[Callable[[], None]]] = {}
         self._next_microbatch = 0
         self._versions = {0: _Version({id(bucket): bucket.stored for bucket in buckets.buckets}, parameters)}
@@ -103,7 +107,9 @@ class ModelChunk:
             self._next_microbatch = microbatch + 1
         if self.module.training:
             seed_generators(self._seeds(microbatch))
-        with self._units.running(), nullcontext() if self._head is None else self._head.promising():
+        saving = nullcontext() if self._activations is None else self._activations.saving(self.module)
+        promising = nullcontext() if self._head is None else self._head.promising()
+        with self._units.running(), saving, promising:
             return self.module(received, inputs)
 
     def note(self) -> Callable[[], None]:

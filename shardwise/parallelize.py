@@ -26,6 +26,7 @@ from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
 from shardwise.memory import recompute
 from shardwise.memory.offload import Traffic, tiers_of
+from shardwise.memory.offload_activations import Activations
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
@@ -269,6 +270,7 @@ def parallelize(
                 splits,
                 None if table is None else (lambda microbatch, stage=number_of_stage: table(microbatch, stage)),  # type: ignore[misc]
                 slices,
+                Activations(tiers["activations"]) if "activations" in tiers else None,
             )
         )
 

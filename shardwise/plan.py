@@ -35,7 +35,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "averaging": ("every-step",),
     "recompute": ("none", "full", "every", "sqrt"),
     "precision": ("fp32", "fp64", "bf16", "bf16-pure", "fp16"),
-    "offload": ("optimizer", "master"),
+    "offload": ("optimizer", "master", "activations"),
     "compress_gradients": ("none",),
     "compress_activations": ("none",),
 }

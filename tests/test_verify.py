@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise import models
+from shardwise.memory import offload_activations
 from shardwise.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Override
 from shardwise.plan import Plan
 from shardwise.verify import Difference, Report, verify
@@ -42,6 +43,7 @@ def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> R
 
 
 def check_here(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
+    offload_activations.SMALLEST = 1
     full = Plan(precision="fp64", **plan)
     rows = job.get("rows", full.data_parallel * full.microbatches + 1)
     return verify(
@@ -96,7 +98,8 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         if copies == 4 and draw(st.booleans()):
             plan["shard"], plan["replicate"] = 2, 2
     if draw(st.booleans()):
-        plan["offload"] = {"optimizer": OFFLOADED}
+        kinds = draw(st.sets(st.sampled_from(["optimizer", "activations"]), min_size=1))
+        plan["offload"] = {kind: OFFLOADED for kind in sorted(kinds)}
     plan["cut"] = draw(st.sampled_from(["parameters", "memory"]))
     plan["recompute"] = draw(st.sampled_from(["none", "none", "full", "every:2", "sqrt"]))
     model = {

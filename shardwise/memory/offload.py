@@ -6,6 +6,7 @@ those of one bucket. On a CPU host memory is the device's own, so "cpu" changes 
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,9 @@ ALIGNMENT = 64
 DISK = "disk:"
 
 
+_counting = threading.Lock()
+
+
 @dataclass
 class Traffic:
     """What one rank moved, so far.
@@ -38,6 +42,14 @@ class Traffic:
     written: int = 0
     hidden: float = 0.0
     waited: float = 0.0
+
+    def add(self, read: int = 0, written: int = 0, hidden: float = 0.0, waited: float = 0.0) -> None:
+        """Count more; from any thread."""
+        with _counting:
+            self.read += read
+            self.written += written
+            self.hidden += hidden
+            self.waited += waited
 
     def __sub__(self, other: "Traffic") -> "Traffic":
         return Traffic(
@@ -60,19 +72,37 @@ class Tier:
         place: "cpu" or "disk:FOLDER".
         device: where the state is computed with.
         traffic: to be counted in.
-        reader: a thread that reads ahead, in the order in which it is asked to.
+        reader, writer: threads that read ahead and write behind, in the order in which they are asked to.
 
     Raises:
         OffloadError: the folder cannot be used.
     """
 
     def __init__(
-        self, key: str, place: str, device: torch.device, traffic: Traffic, reader: ThreadPoolExecutor
+        self,
+        key: str,
+        place: str,
+        device: torch.device,
+        traffic: Traffic,
+        reader: ThreadPoolExecutor,
+        writer: ThreadPoolExecutor,
     ) -> None:
         self.key, self.place, self.device = key, place, device
         self.traffic = traffic
-        self.reader = reader
+        self.reader, self.writer = reader, writer
         self.file = DiskFile(Path(place.removeprefix(DISK)), key) if place.startswith(DISK) else None
+
+    def settle(self, work: "Future[None]") -> None:
+        """Wait for something that is written behind.
+
+        Raises:
+            OffloadError: it could not be written.
+        """
+        begin = time.perf_counter()
+        if not work.cancelled():
+            work.result()
+        waited = time.perf_counter() - begin
+        self.traffic.add(hidden=-waited, waited=waited)
 
     def shelf(self, like: Sequence[Tensor]) -> "Shelf":
         """Room for tensors of the shapes and dtypes of `like`; zeros."""
@@ -127,7 +157,7 @@ class Shelf:
             return False
         self._here = []
         if self._changed and self._host is None:
-            self._tier.traffic.written += self.num_bytes
+            self._tier.traffic.add(written=self.num_bytes)
         self._changed = False
         return True
 
@@ -149,7 +179,7 @@ class Shelf:
         begin = time.perf_counter()
         memory = self._tier.file.map(self._offset, self.num_bytes)
         self._tier.file.populate(memory)
-        self._tier.traffic.hidden += time.perf_counter() - begin
+        self._tier.traffic.add(hidden=time.perf_counter() - begin)
         return memory
 
     def _bring(self) -> Tensor:
@@ -161,9 +191,7 @@ class Shelf:
         memory = self._read() if self._ahead is None else self._ahead.result()
         self._ahead = None
         waited = time.perf_counter() - begin
-        self._tier.traffic.hidden -= waited
-        self._tier.traffic.waited += waited
-        self._tier.traffic.read += self.num_bytes
+        self._tier.traffic.add(read=self.num_bytes, hidden=-waited, waited=waited)
         return memory
 
     def _views(self, memory: Tensor) -> list[Tensor]:
@@ -295,5 +323,5 @@ def tiers_of(offload: Offload, device: torch.device, traffic: Traffic) -> dict[s
     """
     places = offload.model_dump(exclude_none=True)
     kept = {key: place for key, place in places.items() if place != "cpu" or device.type != "cpu"}
-    reader = ThreadPoolExecutor(1, "shardwise-offload") if kept else None
-    return {key: Tier(key, place, device, traffic, reader) for key, place in kept.items() if reader is not None}
+    threads = [ThreadPoolExecutor(1, f"shardwise-offload-{name}") for name in ("reader", "writer")]
+    return {key: Tier(key, place, device, traffic, *threads) for key, place in kept.items()}

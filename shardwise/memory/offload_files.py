@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ PAGE = mmap.PAGESIZE
 # Map pages, read where they must be, and say what goes wrong; without, touching one that cannot be read ends the
 # process (SIGBUS). Linux 5.14.
 POPULATE = 23
+# Bytes that are freed between two looks at what the allocator of CPU memory could give back.
+TRIM = 1 << 26
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -80,8 +83,9 @@ class DiskFile:
         """Let another have the range."""
         self._free.setdefault(_pages(num_bytes), []).append(offset)
 
-    def map(self, offset: int, num_bytes: int) -> Tensor:
-        """Bytes of the file, (num_bytes,), as memory that is the file's for as long as anything refers to it.
+    def map(self, offset: int, num_bytes: int, owner: object = None) -> Tensor:
+        """Bytes of the file, (num_bytes,), as memory that is the file's for as long as anything refers to it; so long
+        `owner` lives too.
 
         Raises:
             OffloadError: the file has become too short, or there is no address space left.
@@ -99,6 +103,8 @@ class DiskFile:
             if error.errno == errno.ENOMEM:
                 raise MemoryError(f"{num_bytes} bytes of {self.folder} cannot be mapped") from None
             raise self._error(f"{error.strerror}", "check the disk") from None
+        if owner is not None:
+            weakref.finalize(memory, _nothing, owner).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8, offset=within, count=num_bytes)
 
     def populate(self, memory: Tensor) -> None:
@@ -123,6 +129,10 @@ class DiskFile:
             os.close(self._file)
 
 
+def _nothing(owner: object) -> None:
+    pass
+
+
 def _pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
@@ -136,3 +146,16 @@ def _unnamed(folder: Path) -> int:
     file, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     os.unlink(path)
     return file
+
+
+_freed = 0
+
+
+def trim(device: torch.device, num_bytes: int) -> None:
+    """Give what was freed back to the machine, once it is worth a look: the allocator of CPU memory keeps holes that
+    the tensors to come do not fit into."""
+    global _freed
+    _freed += num_bytes
+    if device.type == "cpu" and _freed > TRIM and hasattr(_libc, "malloc_trim"):
+        _freed = 0
+        _libc.malloc_trim(0)

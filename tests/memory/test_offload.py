@@ -2,14 +2,17 @@
 
 import os
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.memory import offload_files
+from shardwise.memory import offload_activations, offload_files
+from shardwise.memory.offload import Tier, Traffic
 from shardwise.memory.offload_files import DiskFile, OffloadError
 from shardwise.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon
 from shardwise.optimizers.optimizer import Optimizer
@@ -56,6 +59,7 @@ def states(parallel: Parallel) -> dict[str, Tensor]:
 
 def with_and_without(plan: dict[str, Any], optimizer: str, offload: dict[str, str], folder: str) -> list[str]:
     """What differs after a few steps; then after state was saved, loaded into a new model, and a step taken there."""
+    offload_activations.SMALLEST = 1
     alone, away = make(plan, optimizer, {}), make(plan, optimizer, offload)
     for batch in STEPS[:3]:
         assert alone.step(alone.share(batch)).loss == away.step(away.share(batch)).loss
@@ -81,14 +85,15 @@ def with_and_without(plan: dict[str, Any], optimizer: str, offload: dict[str, st
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"shard": 2, "zero": 1, "microbatches": 2},
-    {"shard": 2, "zero": 2, "precision": "bf16"},
+    {"shard": 2, "zero": 2, "precision": "bf16", "recompute": "full"},
     {"shard": 2, "zero": 3, "pipeline": 2, "microbatches": 3, "precision": "fp16", "schedule": "zb-h1"},
 ]
 
 
 def offloaded(plan: dict[str, Any], folder: Path) -> dict[str, str]:
     """Everything that a plan allows."""
-    kinds = ["optimizer", "master"] if plan.get("precision") in ("bf16", "fp16") else ["optimizer"]
+    kinds = ["optimizer", "activations"]
+    kinds += ["master"] if plan.get("precision") in ("bf16", "fp16") else []
     return {kind: f"disk:{folder / 'state'}" for kind in kinds}
 
 
@@ -132,6 +137,80 @@ def test_state_on_disk_is_not_held(tmp_path: Path) -> None:
     parallel.step(STEPS[0])
     assert parallel.memory()["optimizer"] == 0
     parallel.close()
+
+
+# Activations
+
+
+class Shares(nn.Module):
+    """Two layers that save the same input, and a product of two views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.one(x).chunk(2, -1)
+        return left * right + self.other(x)
+
+
+def chunk_of(model: nn.Module, folder: Path) -> Parallel:
+    offload = {"activations": f"disk:{folder}"}
+    return parallelize(model, Plan(offload=offload), loss=lambda y, targets: (y * targets).sum(), optimizer=SGD())
+
+
+def test_what_shares_memory_is_written_once_and_parameters_never(tmp_path: Path) -> None:
+    parallel = chunk_of(Shares(), tmp_path)
+    batch = torch.randn(512, 64), torch.randn(512, 64)
+    assert parallel.step(batch).offload is not None
+    parallel._assembly.chunks[0]._activations._tier.writer.shutdown()  # type: ignore[union-attr]
+    written = parallel._assembly.traffic.written  # type: ignore[union-attr]
+    # The input and what is multiplied; what backward wanted before it was written is not.
+    assert 0 < written <= 512 * (64 + 128) * 4
+
+
+def test_memory_is_another_tensors_once_nobody_refers_to_it(tmp_path: Path) -> None:
+    parallel = chunk_of(Shares(), tmp_path)
+    batch = torch.randn(512, 64), torch.randn(512, 64)
+    parallel.step(batch)
+    file = parallel._assembly.chunks[0]._activations._tier.file  # type: ignore[union-attr]
+    assert file is not None
+    size = file.size
+    for _ in range(5):
+        parallel.step(batch)
+    assert file.size <= 3 * size  # a step may begin while the last one's is being written
+
+
+def test_a_mapped_tensor_keeps_its_range(tmp_path: Path) -> None:
+    tier = Tier("activations", f"disk:{tmp_path}", torch.device("cpu"), Traffic(), *threads())
+    saved = offload_activations._Saved(tier, torch.full((20_000,), 3.0), None)
+    saved.written.result()
+    memory = saved.bring()
+    del saved
+    other = offload_activations._Saved(tier, torch.full((20_000,), 4.0), None)
+    other.written.result()
+    assert memory.view(torch.float32).eq(3.0).all()
+    del memory
+    third = offload_activations._Saved(tier, torch.full((20_000,), 5.0), None)
+    assert tier.file is not None
+    assert tier.file.size == 2 * 81920  # the first one's range
+    third.written.result()
+    assert third.bring().view(torch.float32).eq(5.0).all()
+
+
+def test_a_tensor_that_is_changed_before_it_is_written_is_an_error(tmp_path: Path) -> None:
+    reader, writer = threads()
+    tier = Tier("activations", f"disk:{tmp_path}", torch.device("cpu"), Traffic(), reader, writer)
+    writer.submit(time.sleep, 0.1)
+    tensor = torch.zeros(20_000)
+    saved = offload_activations._Saved(tier, tensor, None)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        saved.written.result()
+
+
+def threads() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    return ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
 
 # Faults
