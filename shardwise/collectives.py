@@ -16,11 +16,12 @@ import socket
 import struct
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import share
@@ -67,6 +68,27 @@ def reduce_scatter(flat: Tensor, axis: Axis) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received.view(-1), flat, group=axis.group)
     return received.sum(0)
+
+
+def reduce_scatter_in(flat: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
+    """As `reduce_scatter`, but every rank's part travels in `dtype`; they are added up in `flat`'s."""
+    sent = flat.to(dtype)
+    received = torch.empty_like(sent)
+    if axis.size > 1:
+        dist.all_to_all_single(received, sent, group=axis.group)
+    else:
+        received = sent
+    return received.view(axis.size, -1).to(flat.dtype).sum(0)
+
+
+def all_reduce_in(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> None:
+    """Sum `tensor` (N,) in place over `axis`. The ranks' parts, and the sum, travel in `dtype`; they are added up in
+    the tensor's."""
+    numel = tensor.numel()
+    padded = F.pad(tensor, (0, -numel % axis.size))
+    whole = torch.empty(padded.shape, dtype=dtype, device=tensor.device)
+    all_gather(reduce_scatter_in(padded, axis, dtype).to(dtype), whole, axis)
+    tensor.copy_(whole[:numel])
 
 
 def all_gather(own: Tensor, full: Tensor, axis: Axis) -> None:
@@ -265,7 +287,9 @@ class HostMemory:
             )
         self.mine = self.tensors[link.axis.rank]
 
-    def sum_into(self, start: int, stop: int, targets: list[Tensor], add: bool = False) -> None:
+    def sum_into(
+        self, start: int, stop: int, targets: list[Tensor], add: bool = False, through: Sequence[torch.dtype] = ()
+    ) -> None:
         """Sum elements `start` to `stop` over all ranks, in the order of ranks: the same bits wherever they are
         computed.
 
@@ -274,15 +298,21 @@ class HostMemory:
         Args:
             targets: where the sums go, each (stop - start,); may be parts of the ranks' own tensors.
             add: whether to add to the targets instead of overwriting them.
+            through: the number formats that the parts, and, if there are two, the sum are rounded to, as if they had
+                travelled in them; they are added up in the tensors' own.
         """
         self.link.wait_for_all()
         total = torch.empty(min(CACHE_ELEMENTS, max(0, stop - start)), dtype=self.mine.dtype)
         for low in range(start, stop, CACHE_ELEMENTS):
             high = min(low + CACHE_ELEMENTS, stop)
             parts = [tensor[low:high] for tensor in self.tensors]
+            if through:
+                parts = [part.to(through[0]).to(part.dtype) for part in parts]
             block = torch.add(parts[0], parts[1], out=total[: high - low])
             for part in parts[2:]:
                 block.add_(part)
+            if len(through) > 1:
+                block.copy_(block.to(through[1]))
             for target in targets:
                 place = target[low - start : high - start]
                 place.add_(block) if add else place.copy_(block)

@@ -159,7 +159,7 @@ def parallelize(
     stage_parameters = [[names[id(parameter)] for parameter in stage.parameters()] for stage in stages]
 
     # 2. Layouts and buckets
-    reducer = Reducer(mesh)
+    reducer = Reducer(mesh, sent=PRECISIONS[plan.reduce_dtype].compute if plan.reduce_dtype != "master" else None)
     traffic = Traffic()
     tiers = tiers_of(plan.offload, device, traffic)
     ties = _tie_axes(mesh, shared, rank_of)

@@ -94,6 +94,9 @@ class Plan(BaseModel):
     selective, or the fraction of activation memory to keep."""
     precision: Literal["fp64", "fp32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
     """Number format of forward and backward. bf16-pure keeps no float32 masters and rounds updates stochastically."""
+    reduce_dtype: Literal["master", "fp32", "bf16", "fp16"] = "master"
+    """Number format that gradients travel in between data-parallel ranks: that of the masters, or another one. They are
+    added up in the masters' in any case."""
     offload: Offload = Offload()
     """State kept in host memory or on disk."""
     compress_gradients: GradientCompression = "none"
@@ -502,6 +505,23 @@ def _compression(plan: Plan, job: _Job) -> Iterator[Problem]:
         )
 
 
+def _reduce_dtype(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.reduce_dtype == "master":
+        return
+    if plan.data_parallel * plan.context == 1:
+        yield Problem(
+            "plan.reduce_dtype",
+            f"{plan.reduce_dtype} is for gradients between data-parallel ranks, and there is one",
+            "set plan.replicate or plan.shard above 1, or plan.reduce_dtype to master",
+        )
+    if plan.reduce_dtype == "fp16" and plan.precision != "fp16":
+        yield Problem(
+            "plan.reduce_dtype",
+            f"fp16 loses gradients below 6e-8, and plan.precision = {plan.precision!r} does not scale its loss up",
+            "set it to bf16, or plan.precision to fp16",
+        )
+
+
 def _offload(plan: Plan, job: _Job) -> Iterator[Problem]:
     if plan.offload.master and plan.precision in ("fp64", "fp32", "bf16-pure"):
         yield Problem(
@@ -538,5 +558,6 @@ _RULES = (
     _expert,
     _averaging,
     _compression,
+    _reduce_dtype,
     _offload,
 )

@@ -100,6 +100,8 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
     if draw(st.booleans()):
         kinds = draw(st.sets(st.sampled_from(["optimizer", "activations"]), min_size=1))
         plan["offload"] = {kind: OFFLOADED for kind in sorted(kinds)}
+    if copies > 1 and draw(st.integers(0, 7)) == 0:
+        plan["reduce_dtype"] = draw(st.sampled_from(["bf16", "fp32"]))
     plan["cut"] = draw(st.sampled_from(["parameters", "memory"]))
     plan["recompute"] = draw(st.sampled_from(["none", "none", "full", "every:2", "sqrt"]))
     model = {

@@ -99,18 +99,22 @@ class Reducer:
     Args:
         mesh: the job's mesh. Collective over the job.
         link: whether ranks of one machine may share memory.
+        sent: the number format that gradients travel in to be summed; None leaves their own.
 
     Attributes:
         elements: what this rank would have sent by a ring, so far: n (R - 1) / R for a gather or a divided sum of n
             elements over R ranks, twice that for a whole sum. What is read in shared memory moves nothing.
+        gradient_bytes: those that were gradients, in bytes.
         gathers: gathers so far.
     """
 
-    def __init__(self, mesh: Mesh, link: bool = True) -> None:
+    def __init__(self, mesh: Mesh, link: bool = True, sent: torch.dtype | None = None) -> None:
         self.axis, self.zero, self.replicas = mesh.axis("gradient"), mesh.axis("zero"), mesh.axis("replicate")
         wanted = link and self.axis.size > 1 and mesh.device_type == "cpu"
         self.link = HostLink.connect(self.axis) if wanted else None
+        self.sent = sent
         self.elements = 0.0
+        self.gradient_bytes = 0.0
         self.gathers = 0
         # Groups of their own, since collectives of either lane run beside the main thread's.
         self._axis, self._zero, self._replicas, self._gathered = self.axis, self.zero, self.replicas, self.zero
@@ -148,11 +152,16 @@ class Reducer:
         elements = _ring(flat.tensor.numel(), self.axis.size, 2)
         if self.axis.size == 1:
             return self._start(None)
+        sent = self._count(elements, flat)
+        if host is None and sent is not None:
+            return self._start(lambda: collectives.all_reduce_in(flat.tensor, self._axis, sent), elements)
         if host is None:
             return self._start(lambda: _ignore(collectives.all_reduce(flat.tensor, self._axis)), elements)
         start, stop = share(flat.tensor.numel(), self.axis.rank, self.axis.size)
+        through = () if sent is None else (sent, sent)
         return self._start(
-            lambda: host.sum_into(start, stop, [tensor[start:stop] for tensor in host.tensors]), elements
+            lambda: host.sum_into(start, stop, [tensor[start:stop] for tensor in host.tensors], through=through),
+            elements,
         )
 
     def reduce_scatter(self, flat: Flat, into: Tensor | None = None) -> Pending:
@@ -166,21 +175,34 @@ class Reducer:
         elements = _ring(flat.tensor.numel(), size) + _ring(length, self.replicas.size, 2)
         if self.axis.size == 1:
             return self._start(lambda: _ignore(into.add_(own)) if into is not None else None)
+        sent = self._count(elements, flat)
+        through = () if sent is None else (sent,)
         if host is None:
 
             def exchange() -> None:
-                part = collectives.reduce_scatter(flat.tensor, self._zero)
-                collectives.all_reduce(part, self._replicas)
+                if sent is None:
+                    part = collectives.reduce_scatter(flat.tensor, self._zero)
+                    collectives.all_reduce(part, self._replicas)
+                else:
+                    part = collectives.reduce_scatter_in(flat.tensor, self._zero, sent)
+                    if self._replicas.size > 1:
+                        collectives.all_reduce_in(part, self._replicas, sent)
                 own.copy_(part) if into is None else into.add_(part)
 
             return self._start(exchange, elements)
         if into is not None:
-            return self._start(lambda: host.sum_into(start, stop, [into], add=True), elements)
+            return self._start(lambda: host.sum_into(start, stop, [into], add=True, through=through), elements)
         # The replicas of a fragment share the work, and give each other the result.
         low, high = share(length, self.replicas.rank, self.replicas.size)
         low, high = start + low, start + high
         copies = [host.tensors[replica * size + rank][low:high] for replica in range(self.replicas.size)]
-        return self._start(lambda: host.sum_into(low, high, copies), elements)
+        return self._start(lambda: host.sum_into(low, high, copies, through=through), elements)
+
+    def _count(self, elements: float, flat: Flat) -> torch.dtype | None:
+        """Count elements of gradients that travel. Returns the format they travel in if it is not their own."""
+        sent = None if self.sent == flat.tensor.dtype else self.sent
+        self.gradient_bytes += elements * (sent or flat.tensor.dtype).itemsize
+        return sent
 
     def meet(self) -> None:
         """Where memory is shared: wait until all ranks have written what the others will read. No sum may be under
