@@ -24,7 +24,7 @@ from shardwise.head import Alone, Head
 from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
-from shardwise.memory import recompute
+from shardwise.memory import fp8, recompute
 from shardwise.memory.offload import Traffic, tiers_of
 from shardwise.memory.offload_activations import Activations
 from shardwise.memory.precision import PRECISIONS
@@ -107,6 +107,9 @@ def parallelize(
     precision = PRECISIONS[plan.precision]
     dtype = precision.compute
     device = mesh.device()
+    if plan.precision == "fp8":
+        fp8.require(device)
+        fp8.convert(model)
     axis = mesh.axis("pipeline")
     loss = as_loss(loss)
     terms = loss.terms

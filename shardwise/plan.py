@@ -34,7 +34,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "expert": (1,),
     "averaging": ("every-step",),
     "recompute": ("none", "full", "every", "sqrt"),
-    "precision": ("fp32", "fp64", "bf16", "bf16-pure", "fp16"),
+    "precision": ("fp32", "fp64", "bf16", "bf16-pure", "fp16", "fp8"),
     "offload": ("optimizer", "master", "activations"),
     "compress_gradients": ("none",),
     "compress_activations": ("none",),
@@ -497,11 +497,20 @@ def _compression(plan: Plan, job: _Job) -> Iterator[Problem]:
             f"{plan.compress_gradients} has nothing to compress: no gradient travels between data-parallel ranks",
             "set plan.replicate or plan.shard above 1, or plan.compress_gradients to none",
         )
-    if plan.compress_activations == "fp16" and plan.precision in ("fp16", "bf16", "bf16-pure"):
+    if plan.compress_activations == "fp16" and plan.precision in ("fp16", "bf16", "bf16-pure", "fp8"):
         yield Problem(
             "plan.compress_activations",
             f"fp16 saves nothing where precision is {plan.precision}: both have 16 bits",
             "choose fp8, int8, int4, gist or none",
+        )
+
+
+def _fp8(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.precision == "fp8" and plan.tensor > 1:
+        yield Problem(
+            "plan.precision",
+            "fp8 multiplies whole layers, and those that plan.tensor divides have products of their own",
+            "set it to bf16, or plan.tensor to 1",
         )
 
 
@@ -558,6 +567,7 @@ _RULES = (
     _expert,
     _averaging,
     _compression,
+    _fp8,
     _reduce_dtype,
     _offload,
 )

@@ -27,8 +27,9 @@ from shardwise.parallel import Parallel, update_groups, version_table
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 
-# Largest relative error by precision: rounding in float64; in float32 rounding grows through a few steps.
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.2, "bf16-pure": 0.2, "fp16": 0.05}
+# Largest relative error by precision: rounding in float64; in float32 rounding grows through a few steps. Single
+# elements of gradients in fp8 are off by up to 0.6 in torchao's emulation, losses by 0.002.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.2, "bf16-pure": 0.2, "fp16": 0.05, "fp8": 1.0}
 # At least this much by the format that gradients travel in. A part is rounded by half a unit of its last place, 2^-9 in
 # bf16, which after cancellation between ranks is up to 0.006 of a gradient's largest value in the first step; Adam's
 # steps, which have the sign of gradients near zero, make it up to 0.03 in the third.

@@ -39,6 +39,7 @@ PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "bf16": Precision(torch.bfloat16, torch.float32),
     "fp16": Precision(torch.float16, torch.float32),
+    "fp8": Precision(torch.bfloat16, torch.float32),  # of linear layers alone: `shardwise.memory.fp8`
     "bf16-pure": Precision(torch.bfloat16, torch.float32, rounds=True),
 }
 
