@@ -100,7 +100,7 @@ def test_an_override_reaches_into_a_table(tmp_path: Path) -> None:
             "model.rope_scaling.factr: no such key; did you mean model.rope_scaling.factor?",
         ),
         ("plan.offload.optimiser=cpu", "plan.offload.optimiser: no such key; did you mean plan.offload.optimizer?"),
-        ("plan.offload.optimizer=cpu", "plan.offload.optimizer: cpu is not built yet; leave it out"),
+        ("plan.compress_activations=gist", 'plan.compress_activations: "gist" is not built yet; set it to "none"'),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_key_and_the_mend(override: str, line: str) -> None:
