@@ -227,4 +227,49 @@ def generate(
     print()
 
 
+@app.command()
+def doctor(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the hardware file goes.", show_default="where every command looks for it"),
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Measure the disk of this folder.", show_default="this folder")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file's content instead of tables.")] = False,
+) -> None:
+    """Measure this machine: matrix products, memory, disk, and collectives between two ranks. Half a minute, on an
+    otherwise idle machine.
+
+    Writes a hardware file to ~/.cache/shardwise/hardware.json (in XDG_CACHE_HOME where that is set). Jobs look for it
+    there, and make every collective in the way that was quickest; rank 0's file counts.
+
+    Examples:
+
+      shardwise doctor
+
+      shardwise doctor --json --out node.json --disk /scratch
+    """
+    from rich.console import Console
+
+    from shardwise.choices import hardware_file
+    from shardwise.foresight import doctor as doctors
+
+    path = out or hardware_file()
+    if path.is_dir() or (out is not None and not out.parent.is_dir()):
+        reason = "is a folder" if path.is_dir() else f"its folder {path.parent} does not exist"
+        raise ProblemError([Problem(f"--out {path}", reason, "give a file in a folder that exists")])
+    if disk is not None and not disk.is_dir():
+        raise ProblemError([Problem(f"--disk {disk}", "is no folder", "give the folder whose disk is to be measured")])
+    console = Console(stderr=True)
+    with console.status("") as status:
+        found = doctors.measure(disk or Path(), lambda what: status.update(f"measuring {what}"))
+    found.save(path)
+    if as_json:
+        print(found.to_json())
+    else:
+        doctors.show(found, Console())
+    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
 app.command("schedule")(commands.schedule)

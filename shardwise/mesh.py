@@ -5,12 +5,15 @@ tensor ranks are neighbours. Code asks for an `Axis` by name and passes it on. T
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import choices
+from shardwise.choices import SHIPPED, Choices
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
@@ -32,14 +35,15 @@ class HasAxes(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One named axis, as this rank sees it: `rank` of `size`, the global `ranks` along it, and their process group
-    (None if size is 1)."""
+    """One named axis, as this rank sees it: `rank` of `size`, the global `ranks` along it, their process group (None if
+    size is 1), and how they make collectives."""
 
     name: str
     rank: int
     size: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
+    choices: Choices = SHIPPED
 
 
 class Mesh:
@@ -51,7 +55,7 @@ class Mesh:
 
     Raises:
         ValueError: the world has another number of ranks, or several ranks are asked for and torch.distributed is not
-            initialised.
+            initialised, or rank 0 has a hardware file that is none.
     """
 
     def __init__(self, plan: HasAxes | dict[str, int], device: str | None = None) -> None:
@@ -62,6 +66,7 @@ class Mesh:
             self.num_ranks *= size
         self.device_type = device or default_device_type()
         world = dist.get_world_size() if dist.is_initialized() else 1
+        self._choices = SHIPPED
         self._agree(world)
         if world != self.num_ranks:
             how = (
@@ -89,26 +94,31 @@ class Mesh:
             self.num_ranks,
             tuple(range(self.num_ranks)),
             dist.group.WORLD if self.num_ranks > 1 else None,
+            self._choices,
         )
 
     def _agree(self, world: int) -> None:
         """Groups made in different orders would wait for each other for ever."""
         if world == 1:
             return
-        everyone: list[dict[str, int]] = [{} for _ in range(world)]
-        dist.all_gather_object(everyone, self.sizes)
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
+        everyone: list[tuple[dict[str, int], Choices | ValueError]] = [({}, SHIPPED)] * world
+        dist.all_gather_object(everyone, (self.sizes, _choices()))
+        first, chosen = everyone[0]
+        for rank, (other, _) in enumerate(everyone):
+            if other != first:
                 raise ValueError(
-                    f"the ranks do not hold the same plan: rank 0 has {_product(everyone[0])}, rank {rank} has "
+                    f"the ranks do not hold the same plan: rank 0 has {_product(first)}, rank {rank} has "
                     f"{_product(other)}; start all ranks with one plan"
                 )
+        if isinstance(chosen, ValueError):
+            raise chosen
+        self._choices = chosen
 
     def _single(self, name: str) -> Axis:
         if self.sizes[name] == 1 or self._device_mesh is None:
             return Axis(name, 0, 1, (self.rank,))
         part = self._device_mesh[name]
-        return Axis(name, part.get_local_rank(), part.size(), tuple(part.mesh.tolist()), part.get_group())
+        return self._axis(name, part)
 
     def _fold(self, name: str, members: Iterable[str]) -> Axis:
         large = [member for member in members if self.sizes[member] > 1]
@@ -116,9 +126,13 @@ class Mesh:
             return Axis(name, 0, 1, (self.rank,))
         if len(large) == 1:
             single = self._axes[large[0]]
-            return Axis(name, single.rank, single.size, single.ranks, single.group)
+            return replace(single, name=name)
         flat = self._device_mesh[tuple(large)]._flatten("_".join(large))
-        return Axis(name, flat.get_local_rank(), flat.size(), tuple(flat.mesh.tolist()), flat.get_group())
+        return self._axis(name, flat)
+
+    def _axis(self, name: str, part: DeviceMesh) -> Axis:
+        ranks = tuple(part.mesh.tolist())
+        return Axis(name, part.get_local_rank(), part.size(), ranks, part.get_group(), self._choices)
 
     def axis(self, name: str) -> Axis:
         """The axis `name`: one of the five, a folded one ("data", "zero", "gradient", "stage"), or "world"."""
@@ -137,7 +151,7 @@ class Mesh:
         member = axis.rank in chosen
         ranks = tuple(axis.ranks[position] for position in chosen) if member else ()
         group = self._group(ranks) if len(chosen) > 1 else None
-        return Axis(axis_name, chosen.index(axis.rank), len(ranks), ranks, group) if member else None
+        return Axis(axis_name, chosen.index(axis.rank), len(ranks), ranks, group, self._choices) if member else None
 
     def _group(self, mine: tuple[int, ...]) -> dist.ProcessGroup | None:
         # Every rank must create every group, in the same order: learn them all first.
@@ -158,6 +172,13 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({_product(self.sizes)}, rank {self.rank} of {self.num_ranks})"
+
+
+def _choices() -> Choices | ValueError:
+    try:
+        return choices.load()
+    except ValueError as error:
+        return error
 
 
 def _product(sizes: dict[str, int]) -> str:

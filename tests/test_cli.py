@@ -68,7 +68,7 @@ def test_every_problem_is_a_line_of_its_own(run, trained) -> None:
     assert all(line.startswith("error: plan.") for line in said.err.splitlines())
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("schedule", "generate")])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("schedule", "generate", "doctor")])
 def test_a_missing_file_is_one_line(run, trained, command: str) -> None:
     said = run(command, "nowhere/job.toml")
     assert said.err == "error: nowhere/job.toml: no such file; give the path of a TOML file\n"

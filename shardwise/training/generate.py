@@ -70,7 +70,7 @@ def load_parameters(model: torch.nn.Module, checkpoint: Path) -> None:
     for tied in names.values():
         key = next((name for name in tied if name in there), tied[0])
         state[key] = tensors[key.removeprefix("model/")].detach()
-    storage.load(state, checkpoint, Ranks(), spare=("optimizer/", "step", "rng/"))
+    storage.load(state, checkpoint, Ranks(), spare=("optimizer/", "step", "rng/", "loss_scale"))
 
 
 def stream(

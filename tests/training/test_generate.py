@@ -57,6 +57,12 @@ def test_a_run_of_any_layout_loads_into_one_process(trained: tuple[Config, Path,
     assert generate.load(run, step=3, device="cpu").step == generate.load(path, device="cpu").step == 3
 
 
+def test_a_run_in_fp16_loads_without_its_loss_scale(tmp_path: Path) -> None:
+    config = small_job(tmp_path, 2, 0, "constant", pipeline=2, microbatches=2, precision="fp16")
+    run_ranks(train, 2, changed(config, model={"dropout": 0.0}), str(tmp_path / "run"))
+    assert generate.load(tmp_path / "run", device="cpu").step == 2
+
+
 def test_text_streams_and_is_the_same_for_the_same_seed(
     trained: tuple[Config, Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:

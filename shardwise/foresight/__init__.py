@@ -1,0 +1,1 @@
+"""What a job will need and take, before it starts."""
