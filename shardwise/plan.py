@@ -35,7 +35,7 @@ BUILT: dict[str, tuple[object, ...]] = {
     "averaging": ("every-step",),
     "recompute": ("none", "full", "every", "sqrt"),
     "precision": ("fp32", "fp64", "bf16", "bf16-pure", "fp16", "fp8"),
-    "offload": ("optimizer", "master", "activations"),
+    "offload": ("optimizer", "master", "parameters", "gradients", "activations"),
     "compress_gradients": ("none",),
     "compress_activations": ("none",),
 }
@@ -234,7 +234,9 @@ def _batch(plan: Plan, job: _Job) -> Iterator[Problem]:
 
 
 def _zero(plan: Plan, job: _Job) -> Iterator[Problem]:
-    if plan.zero and plan.shard * plan.context == 1:
+    # Stages 2 and 3 are also what keeps gradients and parameters elsewhere, on one rank too.
+    elsewhere = (plan.zero == 3 and plan.offload.parameters) or (plan.zero >= 2 and plan.offload.gradients)
+    if plan.zero and plan.shard * plan.context == 1 and not elsewhere:
         yield Problem(
             "plan.zero", f"{plan.zero} divides state over one rank", "set plan.shard above 1 or plan.zero to 0"
         )
@@ -536,14 +538,25 @@ def _offload(plan: Plan, job: _Job) -> Iterator[Problem]:
         yield Problem(
             "plan.offload.master",
             f"precision {plan.precision} has no master weights beside its parameters",
-            "offload parameters instead, or lower plan.precision",
+            "offload parameters instead, or set plan.precision to bf16 or fp16",
+        )
+    if plan.offload.parameters and plan.zero < 3:
+        yield Problem(
+            "plan.offload.parameters",
+            f"with zero {plan.zero} the whole parameters are in use from step to step",
+            "set plan.zero to 3, which brings them block by block, on one rank too",
+        )
+    if plan.offload.gradients and plan.zero < 2:
+        yield Problem(
+            "plan.offload.gradients",
+            f"with zero {plan.zero} whole gradients are in memory while backward adds to them",
+            "set plan.zero to 2 or 3, which keep sums of them, on one rank too",
         )
     if plan.offload.parameters and plan.schedule in ASYNCHRONOUS:
         yield Problem(
             "plan.offload.parameters",
-            f"{plan.schedule} keeps several versions of them, which its passes use in turn: each would be fetched anew "
-            "for every microbatch",
-            "leave it out, or set plan.schedule to a synchronous one such as 1f1b",
+            f"{plan.schedule} keeps several weight versions, which are in memory",
+            "set plan.schedule to a synchronous one such as 1f1b, or leave it out",
         )
 
 

@@ -98,7 +98,13 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         if copies == 4 and draw(st.booleans()):
             plan["shard"], plan["replicate"] = 2, 2
     if draw(st.booleans()):
-        kinds = draw(st.sets(st.sampled_from(["optimizer", "activations"]), min_size=1))
+        possible = ["optimizer", "activations"]
+        if copies == 1 and not asynchronous and draw(st.booleans()):  # stage 3 on one rank is all offloading's
+            plan |= {"shard": 1, "replicate": 1, "zero": 3}
+            possible = ["parameters"]
+        possible += ["parameters"] if plan.get("zero", 0) == 3 and not asynchronous and copies > 1 else []
+        possible += ["gradients"] if plan.get("zero", 0) >= 2 else []
+        kinds = draw(st.sets(st.sampled_from(possible), min_size=1))
         plan["offload"] = {kind: OFFLOADED for kind in sorted(kinds)}
     if copies > 1 and draw(st.integers(0, 7)) == 0:
         plan["reduce_dtype"] = draw(st.sampled_from(["bf16", "fp32"]))

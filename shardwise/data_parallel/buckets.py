@@ -556,7 +556,8 @@ class Buckets:
         for bucket in self.buckets:
             bucket.pending = None
             if bucket.landing is None:
-                bucket.own_gradient.zero_()
+                with bucket.shelves.here("gradients"):
+                    bucket.own_gradient.zero_()
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -602,7 +603,8 @@ class Buckets:
         still be there when the sums' turn comes, memory of its own."""
         index, bucket = self._home[slot.name]
         if self.puts_off or index - len(self._pool) >= self._next:
-            flat = self._private[index] = bucket.own_gradient.new_empty(bucket.numel)
+            flat = torch.empty(bucket.numel, dtype=bucket.precision.master, device=bucket.device)
+            self._private[index] = flat
         else:
             flat = self._buffer(index).tensor[: bucket.numel]
         for entry in bucket.entries:
@@ -635,7 +637,8 @@ class Buckets:
         flat.tensor[bucket.used : bucket.numel].zero_()
         for entry in bucket.entries:
             entry.slot.view = None
-        bucket.pending = bucket.reducer.reduce_scatter(_head(flat, bucket.numel), bucket.own_gradient)
+        with bucket.shelves.here("gradients"):  # the sum itself holds on to them until it is done
+            bucket.pending = bucket.reducer.reduce_scatter(_head(flat, bucket.numel), bucket.own_gradient)
         self._busy[index % len(self._pool)] = bucket.pending
 
     def flush(self, overlap: bool) -> None:
@@ -657,8 +660,9 @@ class Buckets:
         for bucket in self.buckets:
             assert bucket.pending is not None, "wait before flush"
             bucket.pending.wait()
-            for axis in bucket.further:
-                collectives.all_reduce(bucket.own_gradient, axis)
+            with bucket.shelves.here(*(("gradients",) if bucket.further else ())):
+                for axis in bucket.further:
+                    collectives.all_reduce(bucket.own_gradient, axis)
 
     def squares(self) -> float:
         """This rank's part of the squared gradient norm; the parts of all ranks add up to the square."""

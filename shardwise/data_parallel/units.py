@@ -36,7 +36,7 @@ class Units:
         if not self._all:
             return
         self._buckets = {unit: buckets.of_unit(unit) for unit in {bucket.unit for bucket in self._all}}
-        self._kept_bytes = kept_bytes(self._all[0].own.device)
+        self._kept_bytes = kept_bytes(self._all[0].device)
         self._next: dict[int, int] = {}  # by unit, whose forward followed it in the last pass
         self._before: dict[int, int] = {}
         self._first: int | None = None

@@ -320,8 +320,15 @@ def tiers_of(offload: Offload, device: torch.device, traffic: Traffic) -> dict[s
 
     Raises:
         OffloadError: a folder cannot be used.
+        ValueError: something that only a CPU can keep elsewhere.
     """
     places = offload.model_dump(exclude_none=True)
+    for key in ("parameters", "gradients"):
+        if key in places and device.type != "cpu":
+            raise ValueError(
+                f"plan.offload.{key}: {places[key]} is not built yet where an accelerator ({device.type}) computes; "
+                "leave it out, and offload optimizer, master or activations"
+            )
     kept = {key: place for key, place in places.items() if place != "cpu" or device.type != "cpu"}
     threads = [ThreadPoolExecutor(1, f"shardwise-offload-{name}") for name in ("reader", "writer")]
     return {key: Tier(key, place, device, traffic, *threads) for key, place in kept.items()}
