@@ -133,7 +133,7 @@ class Bucket:
         self.common = bool(stage) and not away and reducer.link is not None
         self.gathers = stage == 3 and not self.common
         if self.gathers:
-            self.values = torch.zeros(self.numel, dtype=precision.compute, device=device)
+            self.values = torch.empty(self.numel, dtype=precision.compute, device=device)
         if not away:
             self._store_in(self.allocate())
             self.source = self.stored
@@ -148,6 +148,8 @@ class Bucket:
             self.own_gradient = torch.zeros(length, dtype=precision.master, device=device)
         for entry in self.entries:
             entry.value = self.view(self.values, entry)
+        if self.gathers:
+            self.values.untyped_storage().resize_(0)
         self.users = 0  # who needs the whole values now
         self.there = False  # whether values that are gathered are, or will be once what is on its way has come
         self._coming: Pending | None = None
@@ -319,6 +321,7 @@ class Bucket:
             self.prefetch()
         elif not self.there:
             self._make_room()
+            self.values.zero_()
         if self._coming is not None:
             self._coming.wait()
             self._coming = None

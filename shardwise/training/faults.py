@@ -34,9 +34,12 @@ GONE = (
 )
 
 LESS_MEMORY = (
-    'the memory is full: set plan.offload.optimizer to "disk:FOLDER", divide state between ranks with plan.zero, or '
-    'raise plan.microbatches or set plan.recompute to "full" for fewer activations'
+    'the memory is full: keep state on disk with plan.offload.optimizer = "disk:FOLDER" (then activations, and with '
+    "plan.zero = 3 parameters and gradients), divide it between ranks with plan.zero, or set plan.recompute to "
+    '"full" or plan.microbatches higher for fewer activations'
 )
+# What allocators without a type of their own for it say: of CPU memory, of oneDNN, of C++.
+FULL = ("can't allocate memory", "could not create a primitive", "std::bad_alloc")
 
 
 class TrainingError(RuntimeError):
@@ -100,8 +103,7 @@ def _out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # The allocator of CPU memory has no type of its own for it.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in FULL)
 
 
 def _kind(error: BaseException) -> Literal["told", "peer", "bug"]:

@@ -6,6 +6,7 @@ be disjoint or replicated over the ranks. `manifest.json`, beside torch's files,
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -58,10 +59,24 @@ class _Copies(DefaultSavePlanner):
     def __init__(self, staged: Staged) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staged = staged
+        self._last: Tensor | None = None
+        self._written = 0
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         staged = self._staged
-        return staged.tensors[index] if index in staged.tensors else _shard(staged.away, index)
+        # The writer copies what is a part of larger memory, and keeps all copies until the last is written; so it gets
+        # copies from here, whose memory is taken back once it asks for the next.
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)
+            self._last = None
+        tensor = staged.tensors[index] if index in staged.tensors else _shard(staged.away, index)
+        if index not in staged.tensors or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = self._last = tensor.clone()
+        self._written += tensor.nbytes
+        if self._written > 8 * BLOCK:  # what was written lives on in cycles of references
+            gc.collect()
+            self._written = 0
+        return tensor
 
 
 @dataclass

@@ -3,6 +3,8 @@
 import functools
 import os
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -292,7 +294,7 @@ def test_memory_that_is_full_is_one_line_that_names_the_options(error: Exception
     fault = fault_of(error, 3)
     assert fault.kind == "told"
     assert re.fullmatch(
-        r"rank 3: .*: set plan.offload.optimizer to \"disk:FOLDER\", .* plan.zero.* plan.recompute .*", fault.line
+        r"rank 3: .* plan.offload.optimizer = \"disk:FOLDER\" .* plan.zero.* plan.recompute .*", fault.line
     )
 
 
@@ -310,3 +312,36 @@ def test_what_cannot_live_elsewhere_is_refused_with_the_reason_and_the_mend() ->
     assert "set plan.zero to 3, which brings them block by block, on one rank too" in str(found[1])
     assert Plan(zero=3, offload={"parameters": place}).check() == []
     assert Plan(zero=2, offload={"gradients": place}).check() == []
+
+
+LIMITED = """
+import resource, sys
+import shardwise.training.job
+from shardwise.cli import main
+held = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (held + int(sys.argv.pop(1)),) * 2)
+main()
+"""
+
+
+def test_state_beyond_a_hard_limit_of_memory_trains_on_disk_and_not_without(tmp_path: Path) -> None:
+    """16 bytes for each of 35 million parameters, 568 MB, where 545 MB may be had."""
+    (tmp_path / "text").write_text("to be or not to be " * 100)
+    settings = ["data.tokenizer=bytes", f"data.source={tmp_path / 'text'}", f"data.cache={tmp_path}", "data.batch=2"]
+    settings += ["data.held_out=0", "data.sequence=16", "train.steps=1", "checkpoint.asynchronous=false"]
+    settings += ["model.layers=45", "model.hidden=256", "model.sequence=16", "model.heads=4", "log.tensorboard=false"]
+    (tmp_path / "job.toml").touch()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+
+    def train(run: str, *further: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", LIMITED, str(520 << 20), "train", str(tmp_path / "job.toml")]
+        command += [*settings, f"train.run={tmp_path / run}", *further]
+        found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+        return found.returncode, found.stderr.strip()
+
+    status, text = train("inside")
+    assert status == 1, text
+    assert text.splitlines()[-1].startswith("error: rank 0: "), text
+    assert 'the memory is full: keep state on disk with plan.offload.optimizer = "disk:FOLDER"' in text
+    status, text = train("beyond", f"plan.offload.optimizer=disk:{tmp_path / 'state'}")
+    assert (status, os.listdir(tmp_path / "state")) == (0, []), text
