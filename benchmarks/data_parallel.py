@@ -49,7 +49,13 @@ def _our_step(common: Any, settings: Any, plan: Any, rank: int, num_ranks: int) 
 
     # torch's own defaults, with which the peers run: weight decay on every parameter.
     optimizer = AdamW(lr=settings.lr, betas=(0.9, 0.999), weight_decay=0.01)
-    parallel = parallelize(common.build_model(settings), plan, optimizer=optimizer, decay=lambda name, parameter: True)
+    parallel = parallelize(
+        common.build_model(settings),
+        plan,
+        optimizer=optimizer,
+        decay=lambda name, parameter: True,
+        rules={"head.out": "vocabulary"},  # where the loss begins
+    )
     return lambda number: parallel.step(common.dp_batch(settings, number, rank, num_ranks)).loss
 
 

@@ -163,7 +163,8 @@ def _parallel(common: Any, settings: Any, contender: Contender) -> Any:
     )
     # torch's own defaults, with which the peers run: weight decay on every parameter.
     optimizer = AdamW(lr=settings.lr, betas=(0.9, 0.999), weight_decay=0.01)
-    return parallelize(model, plan, optimizer=optimizer, decay=lambda name, parameter: True)
+    rules: Any = {"head.out": "vocabulary"}  # where the loss begins
+    return parallelize(model, plan, optimizer=optimizer, decay=lambda name, parameter: True, rules=rules)
 
 
 def _our_step(common: Any, settings: Any, parallel: Any, asynchronous: bool) -> Step:

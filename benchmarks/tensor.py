@@ -187,7 +187,7 @@ def run() -> None:
     for name in names[1:]:
         print(harness.agreement(name, times.losses[name], found["expected"]))
     for split in ("", SPLIT):
-        _megatron(split, 1 if quick else 4, 15 if quick else 30)
+        _megatron(split, 2 if quick else 4, 20 if quick else 30)
 
 
 def _megatron(split: str, rounds: int, steps: int) -> None:

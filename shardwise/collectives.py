@@ -376,10 +376,11 @@ class Exchange:
         self.axis = axis
         self.elements = 0.0
         self._link = HostLink.connect(axis) if axis.size > 1 and device.type == "cpu" else None
-        # Two memories in turn: who writes the next but one knows that all have met since, hence have read this one.
-        self._memories: list[list[Tensor]] = [[], []]
+        # Three memories in turn. Who writes the next but two has met all since, hence they have read this one; and one
+        # can be filled while another is being exchanged.
+        self._memories: list[list[Tensor]] = [[], [], []]
         self._turn = 0
-        self._under_way = False
+        self._under_way: Callable[[], Tensor] | None = None
 
     def buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory for this rank's part of the next sum, of the dtype and device of `like`; to be filled and given to
@@ -397,8 +398,7 @@ class Exchange:
             dim: None gives every rank the whole sum, else the rank's share along this dimension.
 
         Returns:
-            a function that waits and returns the sum: the same bits on every rank. To be called before the next
-                exchange begins.
+            a function that waits and returns the sum: the same bits on every rank.
         """
         size = self.axis.size
         self.elements += (1 if dim is not None else 2) * buffer.numel() * (size - 1) / size
@@ -408,19 +408,25 @@ class Exchange:
         if dim is not None:
             start, stop = share(buffer.shape[dim], self.axis.rank, size)
             parts = [part.narrow(dim, start, stop - start) for part in parts]
-        self._begin()
 
-        def wait() -> Tensor:
-            self._end()
-            total = torch.add(parts[0], parts[1])
+        def total() -> Tensor:
+            found = torch.add(parts[0], parts[1])
             for part in parts[2:]:
-                total.add_(part)
-            return total.contiguous()
+                found.add_(part)
+            return found.contiguous()
 
-        return wait
+        return self._begin(total)
 
     def gather(self, shard: Tensor, dim: int, length: int) -> Tensor:
         """All ranks' shares along `dim`, whose lengths together are `length`, as one tensor."""
+        return self.start_gather(shard, dim, length)()
+
+    def start_gather(self, shard: Tensor, dim: int, length: int) -> Callable[[], Tensor]:
+        """Begin to gather all ranks' shares along `dim`, whose lengths together are `length`.
+
+        Returns:
+            a function that waits and returns them as one tensor.
+        """
         size = self.axis.size
         ranges = [share(length, rank, size) for rank in range(size)]
         shapes = [(*shard.shape[:dim], stop - start, *shard.shape[dim + 1 :]) for start, stop in ranges]
@@ -431,22 +437,26 @@ class Exchange:
             self._reserve(math.prod(largest) * shard.element_size())
             parts = [self._view(rank, shape, shard.dtype) for rank, shape in enumerate(shapes)]
             parts[self.axis.rank].copy_(shard)
-            self._begin()
-            self._end()
-            return torch.cat(parts, dim)
+            return self._begin(lambda: torch.cat(parts, dim))
         padded = shard.contiguous()
         if tuple(shard.shape) != largest:
             padded = shard.new_zeros(largest)
             padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         everyone = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(everyone, padded, group=self.axis.group)
-        return torch.cat([everyone[rank].narrow(dim, 0, shape[dim]) for rank, shape in enumerate(shapes)], dim)
+        work = dist.all_gather(everyone, padded, group=self.axis.group, async_op=True)
+        assert work is not None
+
+        def wait() -> Tensor:
+            work.wait()
+            return torch.cat([everyone[rank].narrow(dim, 0, shape[dim]) for rank, shape in enumerate(shapes)], dim)
+
+        return wait
 
     def close(self) -> None:
         """Close the sockets."""
         if self._link is not None:
             self._link.close()
-        self._memories = [[], []]
+        self._memories = [[], [], []]
 
     def _start_elsewhere(self, buffer: Tensor, dim: int | None) -> Callable[[], Tensor]:
         size = self.axis.size
@@ -472,7 +482,6 @@ class Exchange:
 
     def _reserve(self, num_bytes: int) -> None:
         assert self._link is not None
-        assert not self._under_way
         held = self._memories[self._turn]
         if not held or held[0].numel() < num_bytes:
             self._memories[self._turn] = HostMemory(self._link, num_bytes, torch.uint8).tensors
@@ -481,17 +490,24 @@ class Exchange:
         flat = self._memories[self._turn][rank][: math.prod(shape) * dtype.itemsize]
         return flat.view(dtype).view(shape)
 
-    def _begin(self) -> None:
+    def _begin(self, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Tell the others that this rank's part is there; what is under way ends first. Returns a function that waits
+        for theirs and returns the result."""
         assert self._link is not None
-        self._link.arrive()
-        self._under_way = True
-        self._turn = 1 - self._turn
+        link = self._link
+        if self._under_way is not None:
+            self._under_way()
+        link.arrive()
+        self._turn = (self._turn + 1) % len(self._memories)
 
-    def _end(self) -> None:
-        assert self._link is not None
-        assert self._under_way
-        self._link.wait_for_others()
-        self._under_way = False
+        @functools.cache
+        def wait() -> Tensor:
+            link.wait_for_others()
+            self._under_way = None
+            return result()
+
+        self._under_way = wait
+        return wait
 
 
 class Totals:

@@ -12,6 +12,7 @@ from shardwise.layout import Layout, Split
 from shardwise.loss import Loss, logits_of
 from shardwise.mesh import Axis, Mesh
 from shardwise.plan import Plan
+from shardwise.tensor_parallel import huggingface
 from shardwise.tensor_parallel import rules as tables
 from shardwise.tensor_parallel.cross_entropy import Shared, divided_cross_entropy
 from shardwise.tensor_parallel.embedding import Table
@@ -121,12 +122,10 @@ def divide(model: nn.Module, plan: Plan, mesh: Mesh, rules: Rules | None) -> Div
     assigned = tables.assign(model, rules)
     region = Region(axis, plan.sequence, Exchange(axis, mesh.device()))
     division = Division(region)
-    if plan.sequence and tables.hugging_face_rules(model):
-        raise ValueError(
-            "plan.sequence: a Hugging Face model computes positions and masks from the length of what passes between "
-            "its layers, which would be a rank's share; set plan.sequence to false"
-        )
     modules = dict(model.named_modules())
+    theirs = huggingface.is_hugging_face(model)
+    if plan.sequence and theirs:
+        huggingface.divide_between_layers(model, assigned, region)
     columns = [path for path in modules if path in assigned and assigned[path].style.kind == "column"]
     for paths in tables.groups(assigned, columns):
         _divide_columns(division, modules, assigned, paths)
@@ -137,10 +136,12 @@ def divide(model: nn.Module, plan: Plan, mesh: Mesh, rules: Rules | None) -> Div
         elif found.style.kind == "row":
             _divide_row(division, path, module)
         elif found.style.kind == "vocabulary":
-            _divide_vocabulary(division, path, module)
+            _divide_vocabulary(division, path, module, whole=theirs)
         elif found.style.kind == "head":
             _share_heads(division, path, module)
         elif found.style.kind == "entrance":
+            if theirs:
+                _share_heads(division, path, module)
             if plan.sequence:
                 enter_whole(module, region)
         elif found.style.kind == "replicated":
@@ -158,7 +159,9 @@ def divide(model: nn.Module, plan: Plan, mesh: Mesh, rules: Rules | None) -> Div
 
 
 def _require(path: str, module: nn.Module, kind: str, *types: type[nn.Module]) -> None:
-    if type(module) not in types:
+    if type(module) not in types and not (
+        nn.Linear in types and kind != "vocabulary" and huggingface.is_conv1d(module)
+    ):
         names = " or ".join(known.__name__ for known in types)
         raise ValueError(
             f"rules: {path!r} is a {type(module).__name__}, and {kind!r} divides a {names} only, since a "
@@ -177,14 +180,16 @@ def _divide_columns(
 ) -> None:
     region, size = division.region, division.region.axis.size
     styles = []
+    transposed = huggingface.is_conv1d(modules[paths[0]])
     for path in paths:
         module = modules[path]
         _require(path, module, "column", nn.Linear)
         parent = modules[path.rpartition(".")[0]]
-        styles.append(tables.resolve(assigned[path].style, path, parent, _weight_shape(module)[0]))
+        outputs = _weight_shape(module)[-1 if transposed else 0]
+        styles.append(tables.resolve(assigned[path].style, path, parent, outputs))
     units = [sum(style.sections) // style.unit for style in styles]  # type: ignore[arg-type,operator]
     entered = region.sequence and tables.entered(assigned, paths[0])
-    columns = Columns(region, [modules[path] for path in paths], entered)
+    columns = Columns(region, [modules[path] for path in paths], entered, transposed)
     for position, (path, style, num) in enumerate(zip(paths, styles, units, strict=True)):
         module = modules[path]
         copies = 1
@@ -206,13 +211,17 @@ def _divide_columns(
                 )
         sections = style.sections if len(style.sections) > 1 else ()
         partial = ("tensor",) if copies > 1 else ()
-        split = Split("tensor", 0, sections, copies)
+        split, across = (Split("tensor", dim, sections, copies) for dim in (0, 1 if transposed else 0))
         shape = _weight_shape(module)
-        division.declare(
-            path, module, {"weight": Layout(shape, (split,), partial), "bias": Layout(shape[:1], (split,), partial)}
-        )
+        bias = Layout((sum(style.sections),), (split,), partial)
+        division.declare(path, module, {"weight": Layout(shape, (across,), partial), "bias": bias})
         if copies > 1:
             _regroup(modules[path.rpartition(".")[0]], max(units) // size)
+
+        parent = modules[path.rpartition(".")[0]]
+        if len(style.sections) > 1 and hasattr(parent, "split_size"):
+            # Hugging Face's GPT-2 cuts the fused output into queries, keys and values of so many columns.
+            parent.split_size = style.sections[0] // size  # type: ignore[assignment]
 
         def forward(input: Tensor, position: int = position) -> Tensor:
             return columns(position, input)
@@ -228,13 +237,15 @@ def _regroup(parent: nn.Module, queries_a_rank: int) -> None:
 
 def _divide_row(division: Division, path: str, module: nn.Module) -> None:
     _require(path, module, "row", nn.Linear)
-    shape = _weight_shape(module)
-    division.declare(path, module, {"weight": Layout(shape, (Split("tensor", 1),)), "bias": Layout(shape[:1])})
-    row = Row(division.region, module)
+    shape, transposed = _weight_shape(module), huggingface.is_conv1d(module)
+    outputs = shape[-1 if transposed else 0]
+    split = Split("tensor", 0 if transposed else 1)
+    division.declare(path, module, {"weight": Layout(shape, (split,)), "bias": Layout((outputs,))})
+    row = Row(division.region, module, transposed)
     division.take(module, row.landing, row.__call__)
 
 
-def _divide_vocabulary(division: Division, path: str, module: nn.Module) -> None:
+def _divide_vocabulary(division: Division, path: str, module: nn.Module, whole: bool) -> None:
     _require(path, module, "vocabulary", nn.Embedding, nn.Linear)
     shape = _weight_shape(module)
     split = Split("tensor", 0)
@@ -245,7 +256,7 @@ def _divide_vocabulary(division: Division, path: str, module: nn.Module) -> None
                 f"rules: embedding {path!r} is sparse, renormalises its rows or scales gradients by frequency, which "
                 'needs the whole table; mark it "replicated"'
             )
-        table = Table(division.region, module, shape[0])
+        table = Table(division.region, module, shape[0], whole)
         division.take(module, table.landing, table.__call__)
         return
     columns = Columns(division.region, [module])

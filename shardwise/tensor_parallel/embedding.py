@@ -21,10 +21,12 @@ class Table:
         region: the tensor axis.
         module: an `nn.Embedding` whose weight holds this rank's rows of the table.
         num_rows: rows of the whole table.
+        whole: whether every rank gets whole sequences even where the stream is split later on.
     """
 
-    def __init__(self, region: Region, module: nn.Embedding, num_rows: int) -> None:
+    def __init__(self, region: Region, module: nn.Embedding, num_rows: int, whole: bool = False) -> None:
         self.region = region
+        self.divides = region.sequence and not whole
         self.landing = Landing(module)
         self.num_rows = num_rows
         self.padding = module.padding_idx
@@ -57,7 +59,7 @@ def _look_up(index: Tensor, weight: Tensor, table: Table) -> Tensor:
         flat.masked_fill_(outside.unsqueeze(1), 0)
     else:
         flat.zero_()
-    return table.region.exchange.start_sum(buffer, table.region.scatter)()
+    return table.region.exchange.start_sum(buffer, table.region.scatter if table.divides else None)()
 
 
 class _Lookup(torch.autograd.Function):
@@ -75,7 +77,7 @@ class _Lookup(torch.autograd.Function):
         region, slot = table.region, table.landing.direct("weight")
         if slot is None and not ctx.needs_input_grad[1]:
             return None, None, None
-        flat = rows_of(region.gather(grad, ctx.length) if region.sequence else grad)
+        flat = rows_of(region.gather(grad, ctx.length) if table.divides else grad)
         index = index.reshape(-1)
         inside = (index >= table.start) & (index < table.stop)
         if table.padding is not None:

@@ -1,15 +1,21 @@
-"""Hugging Face models' attention as modules of its own, which context parallelism can replace.
+"""Hugging Face models: where their sequence may be split, and their attention as modules of its own, which context
+parallelism can replace.
 
 In transformers a layer looks up the function that computes attention by a name in the model's config. Here that name
 leads to a module `core` of the layer.
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shardwise.tensor_parallel.region import SEQUENCE_DIM, Region
+from shardwise.tensor_parallel.rules import Assigned, Style
+from shardwise.tensor_parallel.sequence import on_stream, own_share
 
 # The name of our function, and the only input whose meaning does not depend on the model's own masks.
 NAME = "shardwise_core"
@@ -53,6 +59,40 @@ def is_hugging_face(model: nn.Module) -> bool:
     """Whether a model is one of transformers', which is then imported already."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D: a linear layer whose weight is (in, out)."""
+    known = sys.modules.get("transformers.pytorch_utils")
+    return known is not None and type(module) is known.Conv1D
+
+
+def divide_between_layers(model: nn.Module, assigned: dict[str, Assigned], region: Region) -> None:
+    """Split the stream over the sequence from the first layer on (`plan.sequence`).
+
+    A model computes positions and masks from the length of its embedding's output, which stays whole; the first layer
+    divides it, and attention, whose code reads the length of its input, gathers it.
+
+    Args:
+        assigned: the styles of the model's modules; those of its attention become entrances.
+
+    Raises:
+        ValueError: what the model does between its layers is not known.
+    """
+    modules = dict(model.named_modules())
+    inside = [path for path, found in assigned.items() if found.style.kind == "column" and ".layers." in path]
+    stacks = {path.split(".layers.")[0] + ".layers" for path in inside}
+    if len(stacks) != 1 or not isinstance(modules.get(min(stacks)), nn.ModuleList):
+        raise ValueError(
+            f"plan.sequence: {type(model).__name__} is not one stack of decoder layers of which a tensor-parallel plan "
+            "of its own tells, so it is not known where its sequence may be split; set plan.sequence to false"
+        )
+    for path in inside:
+        parent = path.rpartition(".")[0]
+        if parent in assigned and assigned[parent].style.kind == "head":
+            assigned[parent] = replace(assigned[parent], style=Style("entrance"))
+    first = modules[min(stacks) + ".0"]
+    on_stream(first, lambda x: own_share(x, region, SEQUENCE_DIM))
 
 
 def cores(model: nn.Module) -> dict[str, nn.Module]:

@@ -28,13 +28,16 @@ class Columns:
         region: the tensor axis.
         modules: the layers, which hold this rank's rows of their weights.
         entered: whether the module they are in gathers the stream, and divides its gradient, in their place.
+        transposed: whether their weights are (in, out).
     """
 
-    def __init__(self, region: Region, modules: Sequence[nn.Module], entered: bool = False) -> None:
+    def __init__(
+        self, region: Region, modules: Sequence[nn.Module], entered: bool = False, transposed: bool = False
+    ) -> None:
         self.region = region
         self.entered = entered
         self.gathers = region.sequence and not entered
-        self.landings = [Landing(module) for module in modules]
+        self.landings = [Landing(module, transposed) for module in modules]
         self._input: Tensor | None = None
         self._version = 0
         self._grad = False
@@ -58,12 +61,21 @@ class Columns:
         return output
 
     def _compute(self, x: Tensor) -> Sequence[Tensor]:
-        weights = [landing.parameter("weight") for landing in self.landings]
+        weights = [landing.matrix() for landing in self.landings]
         biases = [landing.parameter("bias") for landing in self.landings]
         if torch.is_grad_enabled():
             return _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
-        whole = self.region.gather(x, self.region.length) if self.gathers else x
-        return [kernels.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+        return _column_products(self, x, weights, biases)
+
+
+def _column_products(
+    columns: Columns, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    region, pairs = columns.region, list(zip(weights, biases, strict=True))
+    if not columns.gathers:
+        return [kernels.linear(x, weight, bias) for weight, bias in pairs]
+    found = [[kernels.linear(part, *pair) for pair in pairs] for part in region.gathered(x, region.length)]
+    return [outputs[0] if len(outputs) == 1 else torch.cat(outputs) for outputs in zip(*found, strict=True)]
 
 
 class _Columns(torch.autograd.Function):
@@ -74,8 +86,8 @@ class _Columns(torch.autograd.Function):
         ctx.columns, ctx.length = columns, region.length
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        whole = region.gather(x, region.length) if columns.gathers else x
-        return tuple(kernels.linear(whole, w, b).detach() for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        found = _column_products(columns, x, weights, biases)  # type: ignore[arg-type]
+        return tuple(output.detach() for output in found)
 
     @staticmethod
     @once_differentiable
@@ -118,9 +130,9 @@ class _Columns(torch.autograd.Function):
             if whole is None:
                 whole = region.gather(x, ctx.length) if gathers and any(wants_weights) else x
             for flat, landing in zip(flats, landings, strict=True):
-                weight_slot, bias_slot = landing.direct("weight"), landing.direct("bias")
-                if flat is not None and weight_slot is not None:
-                    weight_slot.matmul(flat.t(), rows_of(whole))
+                bias_slot = landing.direct("bias")
+                if flat is not None:
+                    landing.land_matrix(flat, rows_of(whole))
                 if flat is not None and bias_slot is not None:
                     bias_slot.add(flat.sum(0))
 
@@ -146,25 +158,30 @@ class Row:
     Args:
         region: the tensor axis.
         module: the layer, which holds this rank's columns of the weight and the whole bias.
+        transposed: whether its weight is (in, out).
     """
 
-    def __init__(self, region: Region, module: nn.Module) -> None:
+    def __init__(self, region: Region, module: nn.Module, transposed: bool = False) -> None:
         self.region = region
-        self.landing = Landing(module)
+        self.landing = Landing(module, transposed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(B, S, in / R) -> (B, S, out), or this rank's share of the sequence."""
-        weight, bias = self.landing.parameter("weight"), self.landing.parameter("bias")
+        weight, bias = self.landing.matrix(), self.landing.parameter("bias")
         if torch.is_grad_enabled():
             return _Row.apply(x, weight, bias, self)  # type: ignore[no-any-return, no-untyped-call]
-        assert weight is not None
         return _row_product(self.region, x, weight, bias)
 
 
 def _row_product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    buffer = region.exchange.buffer((*x.shape[:-1], weight.shape[0]), x)
-    torch.mm(rows_of(x), weight.detach().t(), out=buffer.view(-1, weight.shape[0]))
-    out = region.exchange.start_sum(buffer, region.scatter)()
+    waits = []
+    for rows in region.parts(x):
+        part = x[rows]
+        buffer = region.exchange.buffer((*part.shape[:-1], weight.shape[0]), x)
+        torch.mm(rows_of(part), weight.detach().t(), out=buffer.view(-1, weight.shape[0]))
+        waits.append(region.exchange.start_sum(buffer, region.scatter))
+    found = [wait() for wait in waits]
+    out = found[0] if len(found) == 1 else torch.cat(found)
     return out if bias is None else out.add_(bias)
 
 
@@ -182,13 +199,19 @@ class _Row(torch.autograd.Function):
         region: Region = ctx.row.region
         landing: Landing = ctx.row.landing
         weight_slot, bias_slot = landing.direct("weight"), landing.direct("bias")
-        flat = rows_of(region.gather(grad, ctx.length) if region.sequence else grad)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = kernels.linear(flat, weight.t()).view(x.shape) if needs_x else None
+        grads, products = [], []
+        for part in region.gathered(grad, ctx.length) if region.sequence else (grad,):
+            grads.append(part)
+            if needs_x:
+                products.append(kernels.linear(part, weight.t()))
+        flat = rows_of(grads[0] if len(grads) == 1 else torch.cat(grads))
+        grad_x = None
+        if needs_x:
+            grad_x = products[0].view(x.shape) if len(products) == 1 else torch.cat(products)
 
         def land() -> None:
-            if weight_slot is not None:
-                weight_slot.matmul(flat.t(), rows_of(x))
+            landing.land_matrix(flat, rows_of(x))
             if bias_slot is not None:
                 bias_slot.add(flat.sum(0))
 

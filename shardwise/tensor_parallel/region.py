@@ -1,7 +1,7 @@
 """What the tensor-parallel modules of a rank have in common."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,11 @@ from shardwise.mesh import Axis
 
 # The stream between the divided layers is (batch, sequence, ...).
 SEQUENCE_DIM = 1
+# Into so many parts an accelerator divides a product and the sum behind it, or the gather before it, so that one part
+# travels while the next is computed. On CPUs the processor that computes is the one that copies, and parts cost 2 %.
+PARTS = 4
+# Positions a part has at least.
+PART_TOKENS = 1024
 
 
 class Region:
@@ -59,6 +64,25 @@ class Region:
         """Have `begin` called before every forward of a stage, which is called with (received, inputs)."""
         stage.register_forward_pre_hook(lambda _, args: self.begin(args[1]))
 
+    def parts(self, x: Tensor) -> list[slice]:
+        """The rows (of dimension 0) of x (B, S, ...) that are computed, and exchanged, one after another."""
+        num = 1
+        if self.axis.size > 1 and x.ndim > SEQUENCE_DIM + 1 and x.device.type != "cpu":
+            num = min(PARTS, x.shape[0], x.shape[0] * x.shape[SEQUENCE_DIM] // PART_TOKENS)
+        ranges = [share(x.shape[0], number, max(1, num)) for number in range(max(1, num))]
+        return [slice(start, stop) for start, stop in ranges]
+
+    def gathered(self, x: Tensor, length: int) -> Iterator[Tensor]:
+        """The whole stream from the ranks' shares of it, without a gradient, part by part; the next one travels
+        meanwhile."""
+        parts = self.parts(x)
+        wait = self.exchange.start_gather(x[parts[0]], SEQUENCE_DIM, length)
+        for rows in parts[1:]:
+            found = wait()
+            wait = self.exchange.start_gather(x[rows], SEQUENCE_DIM, length)
+            yield found
+        yield wait()
+
     @property
     def scatter(self) -> int | None:
         """The dimension along which sums are left divided: the sequence, or None."""
@@ -74,10 +98,16 @@ class Region:
 
 
 class Landing:
-    """Where the gradients of one divided module land: in its slots if it alone writes them, else with autograd."""
+    """Where the gradients of one divided module land: in its slots if it alone writes them, else with autograd.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the module.
+        transposed: whether its weight is (in, out), as of Hugging Face's Conv1D.
+    """
+
+    def __init__(self, module: nn.Module, transposed: bool = False) -> None:
         self.module = module
+        self.transposed = transposed
         self.slots: dict[str, Slot] = {}
         self.tape = Tape()
 
@@ -91,6 +121,18 @@ class Landing:
 
     def parameter(self, name: str) -> Tensor | None:
         return self.module._parameters.get(name)
+
+    def matrix(self) -> Tensor:
+        """The weight of a linear layer, (out, in)."""
+        weight = self.parameter("weight")
+        assert weight is not None
+        return weight.t() if self.transposed else weight
+
+    def land_matrix(self, grad: Tensor, x: Tensor) -> None:
+        """Add a linear layer's weight gradient to its slot: grad (N, out), x (N, in)."""
+        slot = self.direct("weight")
+        if slot is not None:
+            slot.matmul(*((x.t(), grad) if self.transposed else (grad.t(), x)))
 
 
 def rows_of(tensor: Tensor) -> Tensor:

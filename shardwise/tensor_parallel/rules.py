@@ -67,6 +67,18 @@ _HUGGING_FACE: dict[str, Kind] = {
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "head",
 }
+# Hugging Face models that have no plan of their own, by type.
+_WITHOUT_PLAN: dict[str, dict[str, "Style | Kind"]] = {
+    "gpt2": {
+        "transformer.wte": "vocabulary",
+        "transformer.wpe": "sequence",
+        "transformer.h.*.attn.c_attn": Style("column", unit="head_dim", sections=3),
+        "transformer.h.*.attn.c_proj": "row",
+        "transformer.h.*.mlp.c_fc": "column",
+        "transformer.h.*.mlp.c_proj": "row",
+        "lm_head": "vocabulary",
+    },
+}
 # Siblings that Hugging Face's models give one input.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -90,8 +102,15 @@ def hugging_face_rules(model: nn.Module) -> dict[str, Style | Kind]:
     config = getattr(model, "config", None)
     if not plan and config is not None:
         plan = getattr(config, "base_model_tp_plan", None)
-    if not isinstance(plan, dict):
-        return {}
+    if not isinstance(plan, dict) or not plan:
+        kind_of_model = getattr(config, "model_type", "")
+        attention = getattr(config, "attn_pdrop", 0.0)
+        if kind_of_model in _WITHOUT_PLAN and attention:
+            raise ValueError(
+                f"the model's attn_pdrop = {attention} drops attention weights inside a module that also drops of the "
+                "whole stream, which tensor ranks must do alike; set attn_pdrop to 0"
+            )
+        return dict(_WITHOUT_PLAN.get(kind_of_model, {}))
     output_of = getattr(model, "get_output_embeddings", None)
     output = output_of() if callable(output_of) else None
     found: dict[str, Style | Kind] = {}

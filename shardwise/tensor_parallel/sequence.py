@@ -2,6 +2,7 @@
 them, and random numbers that are a rank's own where what they fall on is.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,10 +79,18 @@ class _Enter(torch.autograd.Function):
 def enter_whole(module: nn.Module, region: Region) -> None:
     """Gather the stream, a module's first argument, before the module in place of in the column layers inside."""
 
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_Enter.apply(args[0], region), *args[1:])  # type: ignore[no-untyped-call]
+    on_stream(module, lambda x: _Enter.apply(x, region))  # type: ignore[no-untyped-call]
 
-    module.register_forward_pre_hook(before)
+
+def on_stream(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the stream before a module: its first argument, or, as Hugging Face's models name it, `hidden_states`."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (change(args[0]), *args[1:]), named
+        return args, {**named, "hidden_states": change(named["hidden_states"])}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def keep_whole(module: nn.Module, region: Region) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardwise import collectives, head
+from shardwise.layout import share
 from shardwise.loss import Loss, cross_entropy_with
 from shardwise.mesh import Mesh
 from shardwise.models import build
@@ -19,6 +20,7 @@ from shardwise.optimizers import SGD, AdamW
 from shardwise.parallel import Parallel
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
+from shardwise.tensor_parallel.region import Region
 from shardwise.tensor_parallel.rules import Style
 from shardwise.verify import Report, verify
 from tests.pool import run_ranks
@@ -50,13 +52,24 @@ def sum_of_squares(output: Tensor, targets: Tensor) -> Tensor:
 LOSSES = {"plain": cross_entropy_with(), "smooth": cross_entropy_with(0.1, 1e-2), "own": Loss(sum_of_squares)}
 
 
+def in_parts(most: int) -> Any:
+    """Rows divided as an accelerator divides many of them, so that a part travels while the next is computed."""
+
+    def parts(region: Region, x: Tensor) -> list[slice]:
+        num = max(1, min(most, x.shape[0]))
+        return [slice(*share(x.shape[0], number, num)) for number in range(num)]
+
+    return parts
+
+
 def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
     vocabulary = job.get("vocabulary", VOCABULARY)
     config = ModelConfig(**{"layers": 2, "sequence": 16, **model})
     full = Plan(precision="fp64", **plan)
     rows = full.data_parallel * full.microbatches + job.get("more", 1)
     torch.manual_seed(3)
-    with patch.object(head, "CHUNK_TOKENS", job.get("chunk", 1)):
+    parts = in_parts(job.get("parts", 1))
+    with patch.object(head, "CHUNK_TOKENS", job.get("chunk", 1)), patch.object(Region, "parts", parts):
         return verify(
             build(config, vocabulary, device=job.get("device", "meta")),
             full,
@@ -86,12 +99,17 @@ def assert_agrees(plan: dict[str, Any], model: dict[str, Any], job: dict[str, An
         ({"tensor": 4}, SHARED, {}),
         ({"tensor": 4}, {**SHARED, "kv_heads": 1, "family": "qwen"}, {"vocabulary": 3, "length": 2}),
         ({"tensor": 2, "replicate": 2}, GPT2_SIX, {"more": 0}),
+        ({"tensor": 4}, SHARED, {"parts": 3, "more": 4}),
         ({"tensor": 2, "pipeline": 2, "replicate": 2, "microbatches": 3}, GPT2_SIX, {}),
         ({"tensor": 2, "pipeline": 2, "replicate": 2, "microbatches": 2}, LLAMA, {"sgd": True}),
         ({"tensor": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved", "microbatches": 4}, LLAMA, {}),
         ({"tensor": 2, "pipeline": 2, "schedule": "zb-h1", "microbatches": 3}, QWEN, {}),
         ({"tensor": 2, "pipeline": 2, "schedule": "pipedream", "microbatches": 3}, LLAMA, {}),
         ({"tensor": 2, "context": 2}, LLAMA, {"length": 9}),
+        ({"tensor": 2, "context": 2, "context_method": "ulysses"}, {**SHARED, "tied": True}, {"length": 9}),
+        ({"tensor": 2, "shard": 2, "zero": 1}, QWEN, {}),
+        ({"tensor": 2, "shard": 2, "zero": 2, "microbatches": 2}, GPT2_SIX, {}),
+        ({"tensor": 2, "shard": 2, "zero": 3, "microbatches": 2}, LLAMA, {"loss": "smooth"}),
     ],
     ids=str,
 )
@@ -126,6 +144,8 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         "device": draw(st.sampled_from(["meta", "cpu"])),
         "sgd": draw(st.booleans()),
         "chunk": draw(st.sampled_from([1, 256])),
+        "parts": draw(st.integers(1, 3)),
+        "more": draw(st.integers(0, 2)),
     }
     return plan, model, job
 

@@ -90,17 +90,52 @@ def test_training_equals_one_device(kind: str, settings: dict[str, Any], plan: d
     assert all(report.agrees for report in reports), reports[0].describe()
 
 
-def refusal(plan: dict[str, Any], settings: dict[str, Any]) -> str:
+@pytest.mark.parametrize(("kind", "settings"), [KINDS[0], KINDS[2], KINDS[4]], ids=str)
+@pytest.mark.parametrize("plan", [{"tensor": 2}, {"tensor": 4, "microbatches": 2}], ids=str)
+def test_a_split_sequence_equals_one_device(kind: str, settings: dict[str, Any], plan: dict[str, Any]) -> None:
+    plan = {**plan, "sequence": True}
+    reports = run_ranks(check, Plan(**plan).num_ranks, kind, settings, plan)
+    assert all(report.agrees for report in reports), reports[0].describe()
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(4)
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": dropout}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=24, n_layer=2, n_head=4, **rates)
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)  # biases that are not zero
+    return model
+
+
+def check_gpt2(plan: dict[str, Any]) -> Report:
+    tokens = tokens_of(4)
+    batches = [({"input_ids": tokens}, tokens.roll(-1, 1))] * 2
+    return verify(gpt2(), Plan(precision="fp64", **plan), batches, optimizer=SGD(lr=0.1), clip=1.0)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"tensor": 2}, {"tensor": 4, "microbatches": 2}, {"tensor": 2, "shard": 2, "zero": 2}]
+)
+def test_gpt2_of_transposed_weights_equals_one_device(plan: dict[str, Any]) -> None:
+    reports = run_ranks(check_gpt2, Plan(**plan).num_ranks, plan)
+    assert all(report.agrees for report in reports), reports[0].describe()
+
+
+def refused_gpt2(sequence: bool, dropout: float) -> str:
     try:
-        parallelize(model_of("Llama", settings), Plan(**plan))
+        parallelize(gpt2(dropout), Plan(tensor=2, sequence=sequence))
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_what_their_code_cannot_do_is_refused() -> None:
-    for text in run_ranks(refusal, 2, {"tensor": 2, "sequence": True}, {}):
-        assert "set plan.sequence to false" in text
+def test_what_gpt2_cannot_do_is_refused() -> None:
+    assert all("set plan.sequence to false" in text for text in run_ranks(refused_gpt2, 2, True, 0.0))
+    assert all("set attn_pdrop to 0" in text for text in run_ranks(refused_gpt2, 2, False, 0.1))
 
 
 def phi() -> str:
