@@ -11,6 +11,7 @@ from shardwise import batch as batches
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.data_parallel.buckets import Scale
+from shardwise.exchange import Totals
 from shardwise.layout import share
 from shardwise.loss import Loss
 from shardwise.memory.offload import Traffic
@@ -131,7 +132,7 @@ class Parallel:
         self._rows: dict[str, tuple[Step, ...]] = {}
         self._events: list[Event] = []
         names = ("world", "data", "stage") if schedule.asynchronous else ("world", "data")
-        self._sums = {name: collectives.Totals(mesh.axis(name)) for name in names}
+        self._sums = {name: Totals(mesh.axis(name)) for name in names}
 
     # Shares of a batch
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.collectives import CACHE_ELEMENTS, Exchange, HostLink, HostMemory, Totals
+from shardwise.collectives import CACHE_ELEMENTS, HostLink, HostMemory
+from shardwise.exchange import Exchange, Totals
 from shardwise.layout import share
 from shardwise.mesh import Mesh
 from tests.pool import run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise import collectives
-from shardwise.collectives import Exchange
+from shardwise.exchange import Exchange
 from shardwise.layout import share
 from shardwise.mesh import Axis
 from shardwise.pipeline_parallel import post

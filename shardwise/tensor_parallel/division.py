@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.collectives import Exchange
+from shardwise.exchange import Exchange
 from shardwise.gradient import Slot, Tape
 from shardwise.head import Head
 from shardwise.layout import Layout, Split

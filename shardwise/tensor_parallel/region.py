@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import batch as batches
-from shardwise.collectives import Exchange
+from shardwise.exchange import Exchange
 from shardwise.gradient import Slot, Tape
 from shardwise.layout import share
 from shardwise.mesh import Axis

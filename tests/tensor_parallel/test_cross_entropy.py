@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Exchange
+from shardwise.exchange import Exchange
 from shardwise.layout import share
 from shardwise.loss import CrossEntropy, cross_entropy_with
 from shardwise.mesh import Mesh

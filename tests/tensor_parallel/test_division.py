@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise import collectives, head
+from shardwise import head
+from shardwise.exchange import Exchange
 from shardwise.layout import share
 from shardwise.loss import Loss, cross_entropy_with
 from shardwise.mesh import Mesh
@@ -403,7 +404,7 @@ def test_a_piece_that_is_off_by_little_is_found() -> None:
 def exchanged(link: bool) -> list[Any]:
     """Sums and gathers of tensors whose shares differ in length, of sizes that grow."""
     axis = Mesh({"tensor": 3}).axis("tensor")
-    exchange = collectives.Exchange(axis, torch.device("cpu"))
+    exchange = Exchange(axis, torch.device("cpu"))
     if not link:
         assert exchange._link is not None
         exchange._link.close()
