@@ -422,7 +422,7 @@ class Parallel:
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the job's state, for torch.distributed.checkpoint to save, or to load in place:
         "model/<name>" for parameters and buffers, "optimizer/<parameter>/<moment>", and "step". A value is a tensor, or
-        `Pieces` of one. Drains first."""
+        `Pieces` of one, with which nothing else can be done. Drains first."""
         self.drain()
         state: dict[str, Any] = {"step": self.step_count}
         if self.loss_scale is not None:

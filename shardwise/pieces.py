@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -18,16 +17,36 @@ if TYPE_CHECKING:  # a second of imports that only those who save and load need
     from torch.distributed.checkpoint.planner import WriteItem
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(Tensor):
     """Boxes of a global tensor of `shape`, each with this rank's values (a view, so that loading in place changes the
-    model).
+    model). To torch.distributed.checkpoint it is a tensor that knows what to write and where to read; nothing can be
+    computed with it.
 
     A box that several ranks hold is saved once; a rank may load boxes that no rank saved as such.
+
+    Args:
+        shape: of the global tensor.
+        boxes: what of it this rank has.
+        dtype: of the values.
     """
 
-    shape: tuple[int, ...]
     boxes: Sequence[tuple[Box, Tensor]]
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], boxes: Sequence[tuple[Box, Tensor]], dtype: torch.dtype) -> Self:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.boxes = boxes
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"{func} of a tensor of which a rank has pieces only: save and load it with torch.distributed.checkpoint, "
+            "or ask for parallel.full_parameters()"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Pieces({tuple(self.shape)}, {[box for box, _ in self.boxes]})"
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -37,9 +56,7 @@ class Pieces:
             WriteItem(
                 MetadataIndex(fqn, torch.Size(box.offset)),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    _chunk(box), TensorProperties.create_from_tensor(tensor), torch.Size(self.shape)
-                ),
+                tensor_data=TensorWriteData(_chunk(box), TensorProperties.create_from_tensor(tensor), self.shape),
             )
             for box, tensor in self.boxes
         ]
@@ -54,12 +71,18 @@ class Pieces:
         raise KeyError(index)
 
 
-@dataclass(frozen=True)
 class Away(Pieces):
     """Pieces that are not in memory: their tensors have no values, and `find` brings the same pieces with theirs, of
     which each stays for as long as anything refers to it."""
 
     find: Callable[[], Pieces]
+
+    @staticmethod
+    def of(pieces: Pieces, find: Callable[[], Pieces]) -> Away:
+        """The pieces whose values `find` brings."""
+        away = Away(tuple(pieces.shape), pieces.boxes, pieces.dtype)
+        away.find = find
+        return away
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.find().__get_tensor_shard__(index)
@@ -119,4 +142,4 @@ def pieces_of(layout: Layout, places: Mapping[str, Place], fragment: Tensor, sta
             inside = Box(tuple(a - b for a, b in zip(low, box.offset, strict=True)), shape)
             where = tuple(s + a - b for s, a, b in zip(source.offset, low, target.offset, strict=True))
             found.append((Box(where, shape), inside.of(values)))
-    return Pieces(layout.shape, found)
+    return Pieces(layout.shape, found, fragment.dtype)

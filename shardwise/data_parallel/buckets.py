@@ -438,8 +438,7 @@ class Bucket:
         """Pieces of a tensor on a shelf, brought when they are asked for."""
         shelf = self.shelves.of(kind)
         assert shelf is not None
-        placeholder = of(shelf.away[index])
-        return Away(placeholder.shape, placeholder.boxes, lambda: of(shelf.peek(index)))
+        return Away.of(of(shelf.away[index]), lambda: of(shelf.peek(index)))
 
     def begin_state(self) -> None:
         """`moment_pieces` is about to be called anew: state that is kept packed has changed since."""
