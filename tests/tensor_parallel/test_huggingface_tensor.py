@@ -90,8 +90,11 @@ def test_training_equals_one_device(kind: str, settings: dict[str, Any], plan: d
     assert all(report.agrees for report in reports), reports[0].describe()
 
 
-@pytest.mark.parametrize(("kind", "settings"), [KINDS[0], KINDS[2], KINDS[4]], ids=str)
-@pytest.mark.parametrize("plan", [{"tensor": 2}, {"tensor": 4, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "settings", "plan"),
+    [(*KINDS[0], {"tensor": 2, "microbatches": 2}), (*KINDS[2], {"tensor": 4}), (*KINDS[4], {"tensor": 2})],
+    ids=str,
+)
 def test_a_split_sequence_equals_one_device(kind: str, settings: dict[str, Any], plan: dict[str, Any]) -> None:
     plan = {**plan, "sequence": True}
     reports = run_ranks(check, Plan(**plan).num_ranks, kind, settings, plan)
