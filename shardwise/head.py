@@ -184,7 +184,7 @@ class Head:
 
         def total(output: Any, targets: Tensor) -> Tensor:
             logits = logits_of(output)
-            if type(logits) is not Logits or logits.found is not None:
+            if type(logits) is not Logits or logits.found is not None or logits.shape[:-1].numel() != targets.numel():
                 return otherwise.sum(output, targets)
             x, targets = logits.x, targets.reshape(-1)
             if logits.requires_grad:
