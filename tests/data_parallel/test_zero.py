@@ -125,6 +125,37 @@ def test_a_checkpoint_loads_into_any_division(before: dict[str, Any], after: dic
         assert set(start) == set(end)
 
 
+def move(plan: dict[str, Any], source: str, target: str) -> None:
+    """Load a checkpoint, and save it again."""
+    parallel = make(plan, seed=7)
+    storage.load(parallel.state_dict(), find(Path(source), print, Ranks.world(60)), Ranks.world(60))
+    parallel.loaded()
+    checkpoints = Checkpoints(
+        Path(target), CheckpointConfig(asynchronous=False), Ranks.world(60), Ranks.world(60), print
+    )
+    checkpoints.prepare()
+    checkpoints.save_last(2, parallel.state_dict(), {})
+    checkpoints.close()
+    parallel.close()
+
+
+@pytest.mark.parametrize("stages", [(3, 2), (1, 3), (2, 1)])
+def test_a_checkpoint_that_moved_to_3_ranks_and_back_has_the_same_bits(stages: tuple[int, int], tmp_path: Path) -> None:
+    """CASES 19 with ZeRO: weights and moments."""
+    two, three = {"shard": 2, "zero": stages[0]}, {"shard": 3, "zero": stages[1]}
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    run_ranks(save, 2, two, first)
+    run_ranks(move, 3, three, first, second)
+    run_ranks(move, 2, two, second, third)
+    states = []
+    for folder in (first, third):
+        parallel = make({}, seed=9)
+        storage.load(parallel.state_dict(), find(Path(folder), print, Ranks.world(60)), Ranks.world(60))
+        states.append({name: tensor.clone() for name, tensor in parallel.state_dict().items()})
+    assert {name.split("/")[0] for name in states[0]} == {"model", "optimizer", "step"}
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw-8bit", "muon"])
 @pytest.mark.parametrize("after", [{"shard": 2, "zero": 3}, {"shard": 3, "zero": 2}])
 def test_every_optimizers_state_loads(optimizer: str, after: dict[str, Any], tmp_path: Path) -> None:

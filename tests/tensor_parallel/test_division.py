@@ -328,8 +328,8 @@ def test_no_rank_ever_holds_a_whole_divided_weight() -> None:
         assert largest <= 4096 * 64 // 2
 
 
-def clipped() -> tuple[float, float]:
-    """CASES 11: a replicated gradient of 3, a divided one of (4, 0), clip 1."""
+def clipped(plan: dict[str, Any]) -> tuple[float, float]:
+    """A replicated gradient of 3, a divided one of (4, 0), clip 1."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -344,7 +344,7 @@ def clipped() -> tuple[float, float]:
     rules: dict[str, Any] = {"table": "vocabulary"}
     loss = Loss(lambda output, targets: output.sum(), lambda targets: torch.ones((), dtype=torch.int64))
     parallel = parallelize(
-        model, Plan(tensor=2, precision="fp64"), loss=loss, optimizer=SGD(lr=1.0), clip=1.0, rules=rules
+        model, Plan(tensor=2, precision="fp64", **plan), loss=loss, optimizer=SGD(lr=1.0), clip=1.0, rules=rules
     )
     before = parallel.full_parameters()["whole"].clone()
     metrics = parallel.step(({"tokens": torch.zeros(1, 1, dtype=torch.int64)}, torch.zeros(1, 1)))
@@ -354,8 +354,10 @@ def clipped() -> tuple[float, float]:
     return metrics.gradient_norm, moved
 
 
-def test_the_norm_counts_each_piece_once() -> None:
-    for norm, moved in run_ranks(clipped, 2):
+@pytest.mark.parametrize("plan", [{}, *({"shard": 2, "zero": stage} for stage in (1, 2, 3))], ids=str)
+def test_the_norm_counts_each_piece_once(plan: dict[str, Any]) -> None:
+    """CASES 11 and 12, with every ZeRO stage."""
+    for norm, moved in run_ranks(clipped, 2 * plan.get("shard", 1), plan):
         assert norm == pytest.approx(5.0, rel=1e-12)
         assert moved == pytest.approx(3 * 0.2, rel=1e-12)
 
