@@ -111,6 +111,10 @@ class Slot:
             view.add_(value)
         self._written(last)
 
+    def add_sum(self, rows: Tensor) -> None:
+        """Add the sum of `rows` (N, ...) over dim 0, made in the number format of the memory."""
+        self.add(rows.sum(0, dtype=self._memory().dtype))
+
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Add row i of `rows` (N, H) to row index[i] of the view."""
         view = self._memory()
@@ -174,7 +178,7 @@ def _land(slots: dict[str, Slot], grad: Tensor, x: Tensor) -> None:
     if "weight" in slots:
         slots["weight"].matmul(flat.t(), x.reshape(-1, x.shape[-1]))
     if "bias" in slots:
-        slots["bias"].add(flat.sum(0))
+        slots["bias"].add_sum(flat)
 
 
 class _Embedding(torch.autograd.Function):

@@ -24,7 +24,7 @@ from shardwise.head import Alone, Head
 from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
-from shardwise.memory import fp8, recompute
+from shardwise.memory import fp8, norms, recompute
 from shardwise.memory.offload import Traffic, tiers_of
 from shardwise.memory.offload_activations import Activations
 from shardwise.memory.precision import PRECISIONS
@@ -152,6 +152,9 @@ def parallelize(
     rank_of = {stage: schedule.owner(stage)[0] for stage in range(schedule.total_stages)}
     holders = {names[key]: rank_of[numbers[0]] for key, numbers in held_by.items()}
     mine = [stages[stage] for stage in schedule.placement[axis.rank]]
+    if precision.converts and device.type == "cpu":
+        for module in mine:
+            norms.widen(module)
     division = divide_layers(model, plan, mesh, rules) if plan.tensor > 1 else None
     if division is not None:
         loss = division.loss(loss)

@@ -121,7 +121,7 @@ def show(report: Report, console: Console) -> None:
         table.add_column(title, justify="right" if title in ("comparisons", "step", "relative error") else "left")
     for kind, worst in report.worst.items():
         count = sum(difference.kind == kind for difference in report.differences)
-        good = worst.error <= report.tolerance
+        good = worst.error <= report.allowed(kind)
         table.add_row(
             kind,
             str(count),

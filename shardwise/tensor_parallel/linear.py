@@ -134,7 +134,7 @@ class _Columns(torch.autograd.Function):
                 if flat is not None:
                     landing.land_matrix(flat, rows_of(whole))
                 if flat is not None and bias_slot is not None:
-                    bias_slot.add(flat.sum(0))
+                    bias_slot.add_sum(flat)
 
         whole_x = x if gathered is None else gathered
         for_autograd: list[Tensor | None] = [
@@ -213,7 +213,7 @@ class _Row(torch.autograd.Function):
         def land() -> None:
             landing.land_matrix(flat, rows_of(x))
             if bias_slot is not None:
-                bias_slot.add(flat.sum(0))
+                bias_slot.add_sum(flat)
 
         if weight_slot is not None or bias_slot is not None:
             landing.tape.run(land)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import kernels
+from shardwise import kernels, models
 from shardwise.memory.precision import FIRST, GROWTH_STEPS, LARGEST, SMALLEST, LossScale
 from shardwise.optimizers import AdamW
 from shardwise.parallel import Parallel
@@ -14,8 +14,11 @@ from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.plan_values import ASYNCHRONOUS
 from shardwise.verify import verify
+from shardwise.verify_command import FAULTS
+from tests.models.cases import CONFIGS, VOCABULARY
 from tests.pool import run_ranks
 from tests.small_models import build, make_batches
+from tests.test_verify import packed
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -180,3 +183,22 @@ def test_products_of_slow_formats_are_multiplied_in_float32(monkeypatch: pytest.
     product = kernels.product(half[0], half[1].t())
     assert product.dtype == torch.float32
     torch.testing.assert_close(product.double() + half[2].double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def faulty(precision: str, fault: str) -> str:
+    report = verify(
+        models.build(CONFIGS["gpt2"], VOCABULARY),
+        Plan(replicate=2, precision=precision),
+        [packed(6, length, length) for length in (9, 12)],
+        optimizer=AdamW(lr=1e-2),
+        sabotage=FAULTS[fault] if fault else None,
+    )
+    return "" if report.agrees else report.describe()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure"])
+def test_faults_are_noticed_in_16_bits_too(precision: str) -> None:
+    """And a model is none whose keys' bias has a gradient that is rounding alone, of which AdamW makes whole steps."""
+    assert run_ranks(faulty, 2, precision, "") == ["", ""]
+    assert "gradient" in run_ranks(faulty, 2, precision, "skip-reduction")[0]
+    assert "parameter" in run_ranks(faulty, 2, precision, "stale-weights")[0]
