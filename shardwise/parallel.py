@@ -10,10 +10,11 @@ from torch import Tensor
 from shardwise import batch as batches
 from shardwise import collectives
 from shardwise.batch import Batch
-from shardwise.data_parallel.buckets import Scale
+from shardwise.data_parallel.buckets import Buckets, Scale
 from shardwise.exchange import Totals
 from shardwise.layout import share
 from shardwise.loss import Loss
+from shardwise.memory.block_scale import BlockScales
 from shardwise.memory.offload import Traffic
 from shardwise.memory.precision import LossScale, Precision
 from shardwise.mesh import Mesh
@@ -97,6 +98,7 @@ class Parallel:
         *,
         clip: float | None,
         precision: Precision,
+        scales: BlockScales | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -112,10 +114,13 @@ class Parallel:
         self._loss = loss
         self._optimizer = optimizer
         self._dtype = precision.compute
-        self.loss_scale = LossScale() if precision.compute == torch.float16 else None
+        self.loss_scale: LossScale | BlockScales | None = scales
+        if scales is None and precision.compute == torch.float16:
+            self.loss_scale = LossScale()
         self._device = mesh.device()
         self._rank = mesh.axis("pipeline").rank
         self._rounds_run = 0  # steps since the pipeline was last empty
+        self.skipped_blocks = 0  # left out of the last step, with a loss scale for every block
         self._broken = False  # an error has left a step half done
         self._compared = False  # whether ranks that read the same rows have been found to do so
         self._lr = optimizer.lr if optimizer is not None else 0.0
@@ -221,7 +226,7 @@ class Parallel:
         if self._reported is None:
             return False
         largest = float(self._reported()[1 + self.mesh.num_ranks :].max())
-        if self.loss_scale is not None and largest <= self.loss_scale.value:
+        if isinstance(self.loss_scale, LossScale) and largest <= self.loss_scale.value:
             self.loss_scale.count(overflowed=largest > 0)
         return largest > 0
 
@@ -380,9 +385,12 @@ class Parallel:
         units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
         for buckets in units:
             buckets.wait()
-        of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
-        squares = math.fsum(buckets.squares() for buckets in units) if self._looks else 0.0
-        scale = self._scale(squares, "world", of_loss)
+        if isinstance(self.loss_scale, BlockScales):
+            scale = self._scale_blocks(units, self.loss_scale)
+        else:
+            of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
+            squares = math.fsum(buckets.squares() for buckets in units) if self._looks else 0.0
+            scale = self._scale(squares, "world", of_loss)
         self._skipped = scale is None
         step = int(self.step_count) + 1
         if self.plan.zero and scale is not None:
@@ -394,12 +402,30 @@ class Parallel:
             if scale is not None:
                 buckets.update(self._optimizer, self._lr, step, scale, self._assembly.splits)
             buckets.spent = True
-        if self.loss_scale is not None:
+        if isinstance(self.loss_scale, LossScale):
             self.loss_scale.count(overflowed=scale is None)
         if self.plan.zero and scale is not None:
             self._assembly.reducer.meet()
             for buckets in units:
                 buckets.refresh()
+
+    def _scale_blocks(self, units: list[Buckets], scales: BlockScales) -> Scale | None:
+        """What an update multiplies each block's gradients by; blocks whose gradients are not finite are left out, and
+        all ranks agree on which. None if that is all of them."""
+        squares = torch.zeros(len(scales.state), dtype=torch.float64)
+        for buckets in units:
+            for bucket in buckets.buckets:
+                squares[bucket.block] += bucket.squares() / scales[bucket.block] ** 2
+        total = self._sums["world"].start(squares)()
+        finite = total.isfinite()
+        self.skipped_blocks = int((~finite).sum())
+        self._norm = math.sqrt(float(total[finite].sum())) if finite.any() else math.nan
+        blocks = tuple(scales[number] if good else None for number, good in enumerate(finite.tolist()))
+        scales.count(~finite)
+        if not finite.any():
+            return None
+        clip = min(1.0, self.clip / self._norm) if self.clip is not None and self._norm > 0 else 1.0
+        return Scale(clip, blocks=blocks)
 
     @property
     def _looks(self) -> bool:

@@ -24,7 +24,7 @@ from shardwise.head import Alone, Head
 from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
 from shardwise.loss import Loss, as_loss, cross_entropy
-from shardwise.memory import fp8, norms, recompute
+from shardwise.memory import block_scale, fp8, norms, recompute
 from shardwise.memory.offload import Traffic, tiers_of
 from shardwise.memory.offload_activations import Activations
 from shardwise.memory.precision import PRECISIONS
@@ -152,6 +152,9 @@ def parallelize(
     rank_of = {stage: schedule.owner(stage)[0] for stage in range(schedule.total_stages)}
     holders = {names[key]: rank_of[numbers[0]] for key, numbers in held_by.items()}
     mine = [stages[stage] for stage in schedule.placement[axis.rank]]
+    scales, block_of = None, dict[int, int]()
+    if plan.loss_scaling == "per-block":
+        scales, block_of = block_scale.apply(model, dtype, mesh.axis("gradient").size)
     if precision.converts and device.type == "cpu":
         for module in mine:
             norms.widen(module)
@@ -205,6 +208,7 @@ def parallelize(
             direct=len(own) == 1 and key not in shared and writes(own[0][0]),
             counted=layout.counted_here(places, ("tensor",)) and (key not in shared or axis.rank == holders[name]),
             unit=unit_of.get(key, -1),
+            block=block_of.get(key, 0),
             extra=_sum_key(
                 _tie_key(ranks) if len(ranks) > 1 else "", further_sum(layout), DIVIDED if layout.splits else ""
             ),
@@ -327,7 +331,7 @@ def parallelize(
         local,
         traffic if tiers else None,
     )
-    parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, precision=precision)
+    parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, precision=precision, scales=scales)
     model._spread = True  # type: ignore[assignment]
     steps_done.append(lambda: int(parallel.step_count))
     if plan.schedule == "auto" and plan.pipeline > 1:

@@ -94,6 +94,8 @@ class Plan(BaseModel):
     selective, or the fraction of activation memory to keep."""
     precision: Literal["fp64", "fp32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
     """Number format of forward and backward. bf16-pure keeps no float32 masters and rounds updates stochastically."""
+    loss_scaling: Literal["dynamic", "per-block"] = "dynamic"
+    """How fp16's gradients are brought into its range: one factor on the loss, or one for every residual block."""
     reduce_dtype: Literal["master", "fp32", "bf16", "fp16"] = "master"
     """Number format that gradients travel in between data-parallel ranks: that of the masters, or another one. They are
     added up in the masters' in any case."""
@@ -516,6 +518,39 @@ def _fp8(plan: Plan, job: _Job) -> Iterator[Problem]:
         )
 
 
+def _loss_scaling(plan: Plan, job: _Job) -> Iterator[Problem]:
+    if plan.loss_scaling == "dynamic":
+        return
+    if plan.precision != "fp16":
+        yield Problem(
+            "plan.loss_scaling",
+            f"per-block is for fp16, and precision {plan.precision} needs no loss scale",
+            "set it to dynamic, or plan.precision to fp16",
+        )
+    if plan.schedule in ASYNCHRONOUS:
+        yield Problem(
+            "plan.loss_scaling",
+            f"per-block changes the blocks' scales between steps, and under {plan.schedule} gradients are under way at "
+            "all times",
+            "set it to dynamic, or plan.schedule to a synchronous one such as 1f1b",
+        )
+    if plan.tensor > 1:
+        yield Problem(
+            "plan.loss_scaling",
+            "per-block makes the stream between blocks float32, which the regions that plan.tensor divides do not "
+            "know of yet",
+            "set it to dynamic, or plan.tensor to 1",
+        )
+    if job.model is not None and not isinstance(job.model, BaseModel):
+        from shardwise.memory import block_scale  # with torch, which most uses of a plan do without
+
+        try:
+            block_scale.check(job.model)
+        except ValueError as error:
+            reason, _, mend = str(error).partition("; ")
+            yield Problem("plan.loss_scaling", reason, mend)
+
+
 def _reduce_dtype(plan: Plan, job: _Job) -> Iterator[Problem]:
     if plan.reduce_dtype == "master":
         return
@@ -581,6 +616,7 @@ _RULES = (
     _averaging,
     _compression,
     _fp8,
+    _loss_scaling,
     _reduce_dtype,
     _offload,
 )

@@ -33,8 +33,8 @@ from shardwise.plan import Plan
 # In fp8 it is, in torchao's emulation, up to 0.6, while losses are off by 0.002.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "bf16-pure": 0.1, "fp16": 0.02, "fp8": 1.0}
 # In 16 bits and less the reference computes every step's gradients from the plan's own parameters, and an update with
-# the plan's own gradients, so that an update is compared for itself: AdamW's first steps are as long for a gradient that
-# is rounding alone, the keys' bias for instance, as for any other, and two runs soon differ in whole steps. What is left
+# the plan's own gradients, so that an update is compared for itself: AdamW's first steps are as long for a gradient of
+# rounding alone, the keys' bias for instance, as for any other, and two runs soon differ in whole steps. What is left
 # is rounding in float32, or the unit of the last place of what has no masters.
 UPDATE_TOLERANCES = {"bf16": 1e-3, "bf16-pure": 0.01, "fp16": 1e-3, "fp8": 1e-3}
 # Stages that update at times of their own cannot be followed like that. There errors are told relative to the largest

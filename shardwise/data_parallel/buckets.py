@@ -49,6 +49,7 @@ class Entry:
         direct: whether the module that owns it writes its gradient itself (`shardwise.gradient.is_direct`).
         counted: whether this rank counts it in the gradient norm (one of the ranks that hold the same piece does).
         unit: which unit of the chunk it is gathered with at ZeRO stage 3; -1 with the whole chunk.
+        block: the number of its own loss scale, where every residual block has one.
         extra: names further sums that its gradient must go through, for a parameter whose gradient is partial elsewhere
             too.
     """
@@ -60,6 +61,7 @@ class Entry:
     direct: bool
     counted: bool = True
     unit: int = -1
+    block: int = 0
     extra: str = ""
     value: Tensor = field(default_factory=lambda: torch.empty(0))  # the view into the bucket's first values
     slot: Slot = field(init=False)
@@ -70,10 +72,14 @@ class Entry:
 
 
 class Scale(NamedTuple):
-    """What an update multiplies gradients by: the clipping factor, over the factor their loss was multiplied by."""
+    """What an update multiplies gradients by: the clipping factor, over the factor their loss was multiplied by.
+
+    Where every block has a factor of its own, `blocks` has them, None for one that is left out of this update.
+    """
 
     clip: float = 1.0
     loss: float = 1.0
+    blocks: tuple[float | None, ...] = ()
 
 
 class Bucket:
@@ -107,6 +113,7 @@ class Bucket:
         self.entries = sorted(entries, key=lambda entry: _treatment(entry, optimizer)) if optimizer else entries
         self.counted = entries[0].counted
         self.unit = entries[0].unit
+        self.block = entries[0].block
         self.stage = stage
         self.reducer = reducer
         self.further = further
@@ -688,17 +695,22 @@ class Buckets:
             axes = [self.reducer.zero] if self.stage else []
             # One by one what must be brought or made for the update, all together what is there.
             groups = [[bucket] for bucket in self.buckets] if self._brings else [self.buckets]
+            if scale.blocks:
+                taken = [bucket for bucket in self.buckets if scale.blocks[bucket.block] is not None]
+                groups = [list(run) for _, run in itertools.groupby(taken, lambda bucket: bucket.block)]
+                groups = [[bucket] for bucket in taken] if self._brings else groups
             for group, following in zip(groups, [*groups[1:], []], strict=True):
                 for bucket in following:
                     bucket.shelves.prefetch(*KINDS)
+                of_loss = (scale.blocks[group[0].block] or 1.0) if scale.blocks else scale.loss
                 with contextlib.ExitStack() as stack:
                     fragments = [part for bucket in group for part in stack.enter_context(bucket.ready(step, splits))]
-                    for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale.clip / scale.loss):
+                    for sums in optimizer.update(fragments, lr=lr, step=step, scale=scale.clip / of_loss):
                         for split in (False, True):
                             chosen = [request.tensor for request in sums if request.split == split]
                             _sum_together(chosen, [*axes, *splits.values()] if split else axes)
                     for bucket in group:
-                        bucket.scale = scale.loss if bucket.shelves.keeps_gradients else scale.clip
+                        bucket.scale = of_loss if bucket.shelves.keeps_gradients else scale.clip
 
     def refresh(self) -> None:
         """Take the other ranks' updated fragments, once all have met after their updates."""
@@ -729,11 +741,11 @@ def _sum_together(tensors: list[Tensor], axes: list[Axis]) -> None:
 
 
 def _groups(entries: Iterable[Entry], itemsize: int, bucket_bytes: int, by_unit: bool) -> Iterator[list[Entry]]:
-    """Consecutive entries of at least `bucket_bytes`; those that need further sums, are counted elsewhere or,
-    `by_unit`, are gathered with another unit, apart from the others."""
-    open_groups: dict[tuple[str, bool, int], list[Entry]] = {}
+    """Consecutive entries of at least `bucket_bytes`; those that need further sums, are counted elsewhere, have
+    another loss scale or, `by_unit`, are gathered with another unit, apart from the others."""
+    open_groups: dict[tuple[str, bool, int, int], list[Entry]] = {}
     for entry in entries:
-        key = (entry.extra, entry.counted, entry.unit if by_unit else 0)
+        key = (entry.extra, entry.counted, entry.unit if by_unit else 0, entry.block)
         group = open_groups.setdefault(key, [])
         group.append(entry)
         if not by_unit and sum(other.numel for other in group) * itemsize >= bucket_bytes:

@@ -82,6 +82,9 @@ def _norm(config: ModelConfig) -> nn.Module:
 class Block(nn.Module):
     """Attention, then the feed-forward part, each of the normalised stream and added back to it."""
 
+    # Where each residual branch begins and ends.
+    branches = (("attention_norm", "attention"), ("feed_forward_norm", "feed_forward"))
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
