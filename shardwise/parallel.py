@@ -1,7 +1,7 @@
 """A model spread over ranks, as `parallelize` makes it: steps, evaluation, and its state by name."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class StepMetrics:
             left that update out).
         loss_scale: fp16's factor on the loss after the step; None in other precisions.
         faulty_rank: the first rank whose own loss was not finite, if any.
+        faulty_parameter: the first parameter, in the model's order, whose summed gradient was not finite, if any.
         offload: what this rank moved to and from where `plan.offload` keeps state, and how long it waited; None if
             nothing is offloaded.
     """
@@ -62,10 +63,11 @@ class StepMetrics:
         skipped: bool,
         loss_scale: float | None = None,
         offload: Traffic | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.loss_scale = loss_scale
         self.offload = offload
-        self._totals, self._tokens = totals, tokens
+        self._totals, self._tokens, self._names = totals, tokens, names
         self.gradient_norm = norm
         self.skipped = skipped
 
@@ -79,9 +81,13 @@ class StepMetrics:
 
     @property
     def faulty_rank(self) -> int | None:
-        flags = self._totals()[1:]
-        flags = flags[: len(flags) // 2]
+        flags = self._totals()[1:].view(3, -1)[0]
         return int(flags.argmax()) if bool(flags.any()) else None
+
+    @property
+    def faulty_parameter(self) -> str | None:
+        places = [int(place) for place in self._totals()[1:].view(3, -1)[2] if place]
+        return self._names[min(places) - 1] if places else None
 
 
 class Parallel:
@@ -132,6 +138,7 @@ class Parallel:
         # in the last step, which is read when it is there anyway.
         self._scales: dict[int, float] = {}
         self._overflowed = 0.0
+        self._fault = 0  # 1 + the place of the first parameter whose gradient this rank has found not finite
         self._reported: Callable[[], Tensor] | None = None
         self._group_of = update_groups(schedule)
         self._rows: dict[str, tuple[Step, ...]] = {}
@@ -199,7 +206,7 @@ class Parallel:
         if not self.schedule.asynchronous and not self._skipped:
             self.step_count += 1
         losses = self._runner.losses
-        totals = torch.zeros(1 + 2 * self.mesh.num_ranks, dtype=torch.float64)
+        totals = torch.zeros(1 + 3 * self.mesh.num_ranks, dtype=torch.float64)
         if losses:
             totals[0] = torch.stack(losses).sum().to("cpu", torch.float64)
             totals[1 + self.mesh.rank] = 0.0 if math.isfinite(float(totals[0])) else 1.0
@@ -207,6 +214,7 @@ class Parallel:
             totals[0] /= self.mesh.sizes["tensor"]
             losses.clear()
         totals[1 + self.mesh.num_ranks + self.mesh.rank] = self._overflowed
+        totals[1 + 2 * self.mesh.num_ranks + self.mesh.rank], self._fault = self._fault, 0
         everyone = self._sums["world"].start(totals)
         if self.schedule.asynchronous:
             self._overflowed = 0.0
@@ -214,7 +222,9 @@ class Parallel:
             self._reported = everyone
         scale = self.loss_scale.value if self.loss_scale is not None else None
         moved = traffic - before if traffic is not None and before is not None else None
-        return StepMetrics(everyone, lambda: int(counts().sum()), self._norm, self._skipped, scale, moved)
+        return StepMetrics(
+            everyone, lambda: int(counts().sum()), self._norm, self._skipped, scale, moved, self._assembly.order
+        )
 
     def _told_of_overflow(self) -> bool:
         """Whether any rank skipped an update of an asynchronous schedule in the step whose report is there.
@@ -225,7 +235,7 @@ class Parallel:
         """
         if self._reported is None:
             return False
-        largest = float(self._reported()[1 + self.mesh.num_ranks :].max())
+        largest = float(self._reported()[1 + self.mesh.num_ranks : 1 + 2 * self.mesh.num_ranks].max())
         if isinstance(self.loss_scale, LossScale) and largest <= self.loss_scale.value:
             self.loss_scale.count(overflowed=largest > 0)
         return largest > 0
@@ -363,6 +373,8 @@ class Parallel:
             chunk.buckets.wait()
             of_loss = self._scales.get(action.microbatch // self.schedule.num_microbatches, 1.0)
             scale = self._scale(chunk.buckets.squares() if self._looks else 0.0, "stage", of_loss)
+            if scale is None or not self._looks:
+                self._fault = self._fault or self._faulty([chunk.buckets])
             if self.plan.zero:
                 self._assembly.reducer.meet()  # as below
             chunk.update(self._optimizer, self._lr, int(self.step_count) + 1, scale or Scale(), apply=scale is not None)
@@ -392,6 +404,8 @@ class Parallel:
             squares = math.fsum(buckets.squares() for buckets in units) if self._looks else 0.0
             scale = self._scale(squares, "world", of_loss)
         self._skipped = scale is None
+        if scale is None or not self._looks:
+            self._fault = self._faulty(units)
         step = int(self.step_count) + 1
         if self.plan.zero and scale is not None:
             # A rank whose gradients are all summed may still read the parameters, for the gradient of its input.
@@ -408,6 +422,12 @@ class Parallel:
             self._assembly.reducer.meet()
             for buckets in units:
                 buckets.refresh()
+
+    def _faulty(self, units: list[Buckets]) -> int:
+        """1 + the place, in the model's order, of the first parameter whose summed gradient is not finite in this
+        rank's part of it; 0 if there is none. Reads the gradients once."""
+        names = {name for buckets in units for bucket in buckets.buckets for name in bucket.faulty()}
+        return next((place for place, name in enumerate(self._assembly.order, 1) if name in names), 0)
 
     def _scale_blocks(self, units: list[Buckets], scales: BlockScales) -> Scale | None:
         """What an update multiplies each block's gradients by; blocks whose gradients are not finite are left out, and

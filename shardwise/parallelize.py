@@ -78,8 +78,8 @@ def parallelize(
         optimizer: settings of the optimizer; without one the model can be evaluated only.
         mesh: the job's mesh; made from the plan if left out.
         seed: of initial values, dropout and whatever else is random.
-        clip: largest norm of all gradients together; larger ones are scaled down to it. None does not clip, nor look at
-            the norm.
+        clip: largest norm of all gradients together; larger ones are scaled down to it. None does not clip, nor agree
+            on the norm: gradients that are not finite are then told of (`StepMetrics.faulty_parameter`), not skipped.
         decay: (name, parameter) -> whether weight decay applies; by default to everything with two dimensions or more.
         example: a microbatch (inputs, targets) of the sizes to come, for plans whose `cut` or `schedule` depends on
             costs.

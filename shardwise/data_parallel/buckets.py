@@ -292,6 +292,18 @@ class Bucket:
                 self.own_gradient[slice(*share(self.own_gradient.numel(), between.rank, between.size))]
             )
 
+    def faulty(self) -> list[str]:
+        """The parameters whose summed gradient is not finite in this rank's part of it."""
+        if math.isfinite(self.squares()):
+            return []
+        found = []
+        with self.shelves.here("gradients", changed=False):
+            for entry in self.entries:
+                low, high = self.overlap(self.offsets[entry.name], self.offsets[entry.name] + entry.numel)
+                if not bool(self.own_gradient[low - self.start : high - self.start].isfinite().all()):
+                    found.append(entry.name)
+        return found
+
     def memory(self) -> dict[str, int]:
         """Bytes held between steps, by kind."""
         found = {

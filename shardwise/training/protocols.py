@@ -13,8 +13,9 @@ class StepMetrics(Protocol):
     """What a step tells; reading the loss may wait for other ranks, so that is left until it is needed.
 
     `loss` is in nats per target, `tokens` counts the targets of the global batch, `gradient_norm` is of all gradients,
-    `skipped` steps changed nothing, `faulty_rank` is the first whose own loss was not finite, `loss_scale` is
-    fp16's factor on the loss after the step, and `offload` is what this rank moved for `plan.offload`.
+    `skipped` steps changed nothing, `faulty_rank` is the first whose own loss was not finite, `faulty_parameter` the
+    first whose gradient was not, `loss_scale` is fp16's factor on the loss after the step, and `offload` is what this
+    rank moved for `plan.offload`.
     """
 
     @property
@@ -31,6 +32,9 @@ class StepMetrics(Protocol):
 
     @property
     def faulty_rank(self) -> int | None: ...
+
+    @property
+    def faulty_parameter(self) -> str | None: ...
 
     @property
     def loss_scale(self) -> float | None: ...

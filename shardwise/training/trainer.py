@@ -301,6 +301,8 @@ class Trainer:
         what = f"step {step}: the loss is {metrics.loss}, the gradient norm {metrics.gradient_norm}"
         if metrics.faulty_rank is not None:
             what += f", first on rank {metrics.faulty_rank}"
+        if metrics.faulty_parameter is not None:
+            what += f", the gradient of {metrics.faulty_parameter!r} is not finite"
         if self.train.on_nonfinite == "stop":
             raise JobStopped(f'{what}; lower optimizer.lr, or set train.on_nonfinite = "skip"')
         if not metrics.skipped:

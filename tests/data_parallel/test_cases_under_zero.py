@@ -65,3 +65,30 @@ def test_case_17_one_rank_overflows_and_all_skip(stage: int) -> None:
         ]
         assert all(torch.equal(a, b) for a, b in zip(before[4], at[4], strict=True))
         assert not all(torch.equal(a, b) for a, b in zip(at[4], after[4], strict=True))
+
+
+def nonfinite(stage: int, clip: float | None) -> list[tuple[bool, int | None, str | None]]:
+    plan = Plan(shard=2, zero=stage)
+    parallel = parallelize(build({"num_blocks": 4}), plan, optimizer=AdamW(), clip=clip, bucket_bytes=600)
+    found = []
+    for number, batch in enumerate(make_batches(2, 12, 4)):
+        handle = None
+        if number == 0 and parallel.data_rank == 1:
+            handle = parallel.model.blocks[2].register_full_backward_hook(lambda *given: (given[1][0] * float("nan"),))
+        metrics = parallel.step(parallel.share(batch), lr=0.0)
+        found.append((metrics.skipped, metrics.faulty_rank, metrics.faulty_parameter))
+        if handle is not None:
+            handle.remove()
+        if clip is None:
+            break  # its moments are spoilt
+    parallel.close()
+    return found
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_gradients_that_are_not_finite_are_named_with_clipping_and_without(clip: float | None) -> None:
+    for stage in (0, 2):
+        for found in run_ranks(nonfinite, 2, stage, clip):
+            # The loss is fine; everything before the third block has no finite gradient.
+            assert found[0] == (clip is not None, None, "embedding.tokens.weight")
+            assert found[1:] == [(False, None, None)] * len(found[1:])

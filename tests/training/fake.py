@@ -50,6 +50,7 @@ class StepMetrics:
     tokens: int
     skipped: bool
     faulty_rank: int | None = None
+    faulty_parameter: str | None = None
     loss_scale: float | None = None
     offload: None = None
 
