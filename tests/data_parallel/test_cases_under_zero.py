@@ -74,7 +74,9 @@ def nonfinite(stage: int, clip: float | None) -> list[tuple[bool, int | None, st
     for number, batch in enumerate(make_batches(2, 12, 4)):
         handle = None
         if number == 0 and parallel.data_rank == 1:
-            handle = parallel.model.blocks[2].register_full_backward_hook(lambda *given: (given[1][0] * float("nan"),))
+            handle = parallel.model.blocks[2].register_full_backward_hook(
+                lambda module, given, output: (given[0] * float("nan"), *given[1:])
+            )
         metrics = parallel.step(parallel.share(batch), lr=0.0)
         found.append((metrics.skipped, metrics.faulty_rank, metrics.faulty_parameter))
         if handle is not None:

@@ -201,4 +201,5 @@ def test_faults_are_noticed_in_16_bits_too(precision: str) -> None:
     """And a model is none whose keys' bias has a gradient that is rounding alone, of which AdamW makes whole steps."""
     assert run_ranks(faulty, 2, precision, "") == ["", ""]
     assert "gradient" in run_ranks(faulty, 2, precision, "skip-reduction")[0]
-    assert "parameter" in run_ranks(faulty, 2, precision, "stale-weights")[0]
+    # Without an update fp16's gradients keep the factor of the loss, which is seen first.
+    assert ("gradient" if precision == "fp16" else "parameter") in run_ranks(faulty, 2, precision, "stale-weights")[0]
