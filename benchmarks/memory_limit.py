@@ -11,12 +11,14 @@ parameters trains divided over the ranks, each under the same limit.
 import argparse
 import os
 import resource
+import sys
 import time
 from typing import Any
 
 from benchmarks import harness
 
 STEPS = 3
+TOO_LARGE = 17  # exit status
 SEQUENCE = 32
 WIDTH = {"family": "llama", "hidden": 384, "heads": 6, "sequence": SEQUENCE}
 VOCABULARY = 512
@@ -28,8 +30,8 @@ def _mapped() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def train(layers: int, divided: bool, megabytes: int) -> dict[str, Any] | None:
-    """Runs on every rank: some steps under the limit; None if they did not fit."""
+def train(layers: int, divided: bool, megabytes: int) -> dict[str, Any]:
+    """Runs on every rank: some steps under the limit. Ends with `TOO_LARGE` if they do not fit."""
     import torch
 
     from shardwise import Adafactor, AdamW, Plan, models, parallelize
@@ -53,7 +55,8 @@ def train(layers: int, divided: bool, megabytes: int) -> dict[str, Any] | None:
     except (MemoryError, RuntimeError, OSError) as error:
         if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
             raise
-        return None
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(TOO_LARGE)  # the others fail with it
     return {
         "parameters": num_parameters,
         "losses": losses,
@@ -83,9 +86,14 @@ def run() -> None:
 
     def attempt(layers: int, divided: bool) -> dict[str, Any] | None:
         ranks = given.ranks if divided else 1
-        return harness.run_ranks(  # type: ignore[no-any-return]
-            "benchmarks.memory_limit:train", ranks, layers=layers, divided=divided, megabytes=megabytes
-        )
+        try:
+            return harness.run_ranks(  # type: ignore[no-any-return]
+                "benchmarks.memory_limit:train", ranks, layers=layers, divided=divided, megabytes=megabytes
+            )
+        except RuntimeError as error:
+            if str(TOO_LARGE) in str(error).splitlines()[0]:
+                return None
+            raise
 
     low, high = 1, 2
     fits = attempt(low, divided=False)
