@@ -148,10 +148,12 @@ _Landing = tuple[dict[str, Slot], Tape]
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, landing: _Landing) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, landing: _Landing, known: list[Tensor] | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.landing = landing
-        y = kernels.linear(x, weight, bias)
+        y = kernels.linear(x, weight, bias) if known is None else known[0]
         # Not a view, as it may be within: autograd forbids work in place on a view that a function returns.
         return y.detach() if y._is_view() else y
 
@@ -165,7 +167,7 @@ class _Linear(torch.autograd.Function):
             _land(slots, grad, x)
         else:
             tape.record.append(lambda: _land(slots, grad, x))
-        return (kernels.linear(grad, weight.t()) if ctx.needs_input_grad[0] else None), None, None, None
+        return (kernels.linear(grad, weight.t()) if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
 # Without `Function.apply`'s search for functorch's wrappers, 3 microseconds a call.
@@ -261,6 +263,11 @@ def is_direct(module: nn.Module) -> bool:
     return False
 
 
+def computes_apart(module: nn.Module) -> bool:
+    """Whether `attach` has changed a linear layer: module.forward(x, [y]) then takes its output from y."""
+    return type(module) is nn.Linear and getattr(module.forward, "__func__", None) is _linear
+
+
 def can_put_off(module: nn.Module) -> bool:
     """Whether a schedule with W can put off this module's weight gradients: it owns matrices and has no children."""
     own = [p for p in module.parameters(recurse=False) if p.requires_grad and p.ndim > 1]
@@ -276,14 +283,15 @@ def attach(module: nn.Module, slots: dict[str, Slot], tape: Tape) -> None:
     module._landing = (slots, tape)  # type: ignore[assignment]
 
 
-def _linear(self: Any, input: Tensor) -> Tensor:
+def _linear(self: Any, input: Tensor, known: list[Tensor] | None = None) -> Tensor:
+    """`known`: the output, where it is there already and only its graph is wanted (recomputation)."""
     weight, bias = self.weight, self.bias
     if not torch.is_grad_enabled():
         return kernels.linear(input, weight, bias)
     if input.requires_grad:
         # Autograd need not know of parameters whose gradients it will not see.
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-    return _apply_linear(input, weight, bias, self._landing)
+    return _apply_linear(input, weight, bias, self._landing, known)
 
 
 def _embedding(self: Any, input: Tensor) -> Tensor:

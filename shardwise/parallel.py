@@ -17,6 +17,7 @@ from shardwise.loss import Loss
 from shardwise.memory.block_scale import BlockScales
 from shardwise.memory.offload import Traffic
 from shardwise.memory.precision import LossScale, Precision
+from shardwise.memory.report import Report
 from shardwise.mesh import Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pipeline_parallel.runner import Microbatch
@@ -205,6 +206,8 @@ class Parallel:
             self._runner.finish()
         if not self.schedule.asynchronous and not self._skipped:
             self.step_count += 1
+        if self._assembly.recomputation is not None:
+            self._assembly.recomputation.after_step()
         losses = self._runner.losses
         totals = torch.zeros(1 + 3 * self.mesh.num_ranks, dtype=torch.float64)
         if losses:
@@ -239,6 +242,13 @@ class Parallel:
         if isinstance(self.loss_scale, LossScale) and largest <= self.loss_scale.value:
             self.loss_scale.count(overflowed=largest > 0)
         return largest > 0
+
+    @property
+    def recomputed(self) -> Report | None:
+        """What this rank computes again in backward, and what that saves and costs; None before it has been measured in
+        the first two steps, and if nothing is."""
+        recomputation = self._assembly.recomputation
+        return recomputation.report if recomputation is not None else None
 
     def drain(self) -> None:
         """Finish what an asynchronous schedule has in flight; does nothing for a synchronous one, or twice."""

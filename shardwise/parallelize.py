@@ -287,8 +287,12 @@ def parallelize(
     notes = [part.note for part in ((division.region if division is not None else None), context) if part is not None]
     # Of a slice everything is computed again, and its head's logits too: no block of it need be.
     whole = slices is not None and plan.recompute == "full"
-    for chunk, most in zip(chunks, recompute.in_flight(schedule, axis.rank), strict=True):
-        recompute.apply(chunk.module, "none" if whole else plan.recompute, [chunk.note, *notes], most)
+    recomputation = None
+    if plan.recompute != "none" and not whole:
+        layer_of = division.layer if division is not None else lambda module: None
+        recomputation = recompute.Recomputation(plan.recompute, mesh.axis("stage"), layer_of)
+        for chunk, most in zip(chunks, recompute.in_flight(schedule, axis.rank), strict=True):
+            recomputation.apply(chunk.module, [chunk.note, *notes], most, schedule.num_microbatches)
 
     for name, slot in slots.items():
         hook(live[name], slot)
@@ -330,6 +334,7 @@ def parallelize(
         stage_parameters,
         local,
         traffic if tiers else None,
+        recomputation,
     )
     parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, precision=precision, scales=scales)
     model._spread = True  # type: ignore[assignment]

@@ -33,7 +33,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "expert": (1,),
     "averaging": ("every-step",),
-    "recompute": ("none", "full", "every", "sqrt"),
     "precision": ("fp32", "fp64", "bf16", "bf16-pure", "fp16", "fp8"),
     "offload": ("optimizer", "master", "parameters", "gradients", "activations"),
     "compress_gradients": ("none",),
@@ -91,7 +90,7 @@ class Plan(BaseModel):
     """When data-parallel copies are averaged: every-step, delayed, or local:STEPS."""
     recompute: Recompute = "none"
     """What is computed again in backward: none, full (blocks), every:K (each K-th one), sqrt (segments of a chain),
-    selective, or the fraction of activation memory to keep."""
+    selective (all but matrix products and attention), the fraction of activation memory to keep, or a limit of it."""
     precision: Literal["fp64", "fp32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
     """Number format of forward and backward. bf16-pure keeps no float32 masters and rounds updates stochastically."""
     loss_scaling: Literal["dynamic", "per-block"] = "dynamic"

@@ -43,14 +43,22 @@ def _averaging(value: str) -> str:
     raise ValueError(f"{value!r} is not a way to average; choose every-step, delayed, or local:STEPS such as local:16")
 
 
+def bytes_of(text: str) -> int | None:
+    """A number of bytes such as "2GiB" or "500MB"; None if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text)
+    if found is None:
+        return None
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
 def _recompute(value: object) -> object:
-    if isinstance(value, str) and re.fullmatch(r"none|full|selective|sqrt|every:[1-9]\d*", value):
+    if isinstance(value, str) and (re.fullmatch(r"none|full|selective|sqrt|every:[1-9]\d*", value) or bytes_of(value)):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
     raise ValueError(
         f"{value!r} is not a way to recompute; choose none, full, selective, sqrt, every:K such as every:2, "
-        "or the fraction of activation memory to keep, 0.0 to 1.0"
+        "the fraction of activation memory to keep, 0.0 to 1.0, or a rank's limit of it such as 2GiB"
     )
 
 

@@ -14,6 +14,7 @@ from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.layout import Layout, Place
 from shardwise.memory.offload import Traffic
+from shardwise.memory.recompute import Recomputation
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pieces import Pieces, pieces_of
@@ -40,6 +41,7 @@ class Assembly:
     stage_parameters: list[list[str]]  # by stage, the names of its parameters
     local: Callable[[Batch, int], list[Batch]]  # (microbatch, its number) -> what this rank computes of it, in order
     traffic: Traffic | None  # what offloading has moved; None if nothing is offloaded
+    recomputation: Recomputation | None  # None if nothing is computed again
 
 
 class State:
@@ -160,7 +162,8 @@ class State:
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds between steps for trained parameters: "parameters", "gradients" and "optimizer" state;
-        and "buffers", what whole gradients land in during backward from ZeRO stage 2 on. Padding of buckets is counted,
+        and "buffers", what whole gradients land in during backward from ZeRO stage 2 on; and, where a plan recomputes,
+        "activations", what blocks keep at most at once once it has been measured. Padding of buckets is counted,
         other ranks' memory that this one maps is not."""
         found = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0)
         for buckets in (*(chunk.buckets for chunk in self._parts.chunks), *self._parts.shared):
@@ -170,6 +173,9 @@ class State:
                     found[kind] += size
         for chunk in self._parts.chunks:
             found["parameters"] += chunk.version_bytes
+        recomputation = self._parts.recomputation
+        if recomputation is not None and recomputation.report is not None:
+            found["activations"] = recomputation.report.kept_bytes
         return found
 
 

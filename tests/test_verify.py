@@ -109,7 +109,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
     if copies > 1 and draw(st.integers(0, 7)) == 0:
         plan["reduce_dtype"] = draw(st.sampled_from(["bf16", "fp32"]))
     plan["cut"] = draw(st.sampled_from(["parameters", "memory"]))
-    plan["recompute"] = draw(st.sampled_from(["none", "none", "full", "every:2", "sqrt"]))
+    plan["recompute"] = draw(st.sampled_from(["none", "none", "full", "selective", 0.5, "every:2", "sqrt"]))
     model = {
         "num_blocks": draw(st.integers(max(2, plan.get("chunks", 1) * pipeline), 10)),
         "tied": draw(st.booleans()) and not asynchronous,

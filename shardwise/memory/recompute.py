@@ -1,19 +1,32 @@
-"""Recomputation: which blocks of a stage are computed again in backward (`plan.recompute`).
+"""Recomputation: which blocks of a stage are computed again in backward, and what of them is kept (`plan.recompute`).
 
 "full" computes every block again from its input, "every:K" each K-th one; "sqrt" divides a chain of n parts into about
-sqrt(n) segments and keeps the inputs of segments alone (Chen et al., arXiv 1604.06174, section 4).
+sqrt(n) segments and keeps the inputs of segments alone (Chen et al., arXiv 1604.06174, section 4). "selective" keeps
+the results of matrix products and of attention beside and computes the rest again: norms, activations, dropout, and
+scores within attention's backward (Korthikanti et al., arXiv 2205.05198, section 5). A fraction of memory, or a number
+of bytes, keeps what saves most time within it.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from shardwise.memory.replay import Block, Note, stand_in
+from shardwise import collectives
+from shardwise.memory.choice import Costs, Item, Option, everything, keeping, least_bytes, solve
+from shardwise.memory.measure import Measured
+from shardwise.memory.parts import watch_parts
+from shardwise.memory.replay import Block, Note, Part, stand_in
+from shardwise.memory.report import Report, shown_bytes
+from shardwise.mesh import Axis
 from shardwise.pipeline_parallel.schedule import Kind, Schedule, unroll
 from shardwise.pipeline_parallel.stages import Stage, Whole, parts_of
+from shardwise.plan_values import bytes_of
 
+# Steps that compute everything again and are measured, before what is kept is chosen.
+MEASURED_STEPS = 2
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -43,27 +56,176 @@ def require(model: nn.Module, how: str | float) -> None:
         )
 
 
-def apply(stage: nn.Module, how: str | float, notes: Sequence[Note], in_flight: int) -> list[Block]:
-    """Have blocks of a stage be computed again in backward; the stage is changed in place.
+class Recomputation:
+    """What one rank computes again, measured in its first steps and then chosen.
 
     Args:
-        stage: a `Stage` or `Whole`.
         how: `plan.recompute`.
-        notes: of what a forward depends on beside its arguments and random numbers.
-        in_flight: the most microbatches that are between their forward and their backward on the stage.
+        axis: the ranks that hold the same layers or parts of them, which choose alike.
+        layer_of: what computes a module that tensor parallelism has divided, None for others.
+
+    Attributes:
+        report: what has been chosen; None before.
     """
-    if how == "none":
-        return []
-    if how == "sqrt":
-        assert isinstance(stage, Stage)
-        return _segments(stage, notes, in_flight)
-    step = int(how.removeprefix("every:")) if isinstance(how, str) and how.startswith("every:") else 1
-    found = []
-    for number, (path, module) in enumerate(_blocks(stage)):
-        if (number + 1) % step == 0:
-            found.append(Block(path, module.forward, [module], notes))
-            stand_in(module, found[-1])
-    return found
+
+    def __init__(self, how: str | float, axis: Axis, layer_of: Callable[[nn.Module], object]) -> None:
+        self.how = how
+        self.report: Report | None = None
+        self._axis = axis
+        self._layer_of = layer_of
+        self._blocks: list[_Measured] = []
+        self._steps = 0
+
+    def apply(self, stage: nn.Module, notes: Sequence[Note], in_flight: int, runs: int) -> None:
+        """Have blocks of a stage be computed again in backward; the stage is changed in place.
+
+        Args:
+            stage: a `Stage` or `Whole`.
+            notes: of what a forward depends on beside its arguments and random numbers.
+            in_flight: the most microbatches that are between their forward and their backward on the stage.
+            runs: microbatches of a step.
+        """
+        if self.how == "sqrt":
+            assert isinstance(stage, Stage)
+            for block, modules in _segments(stage, notes, in_flight):
+                self._add(block, modules, in_flight, runs)
+            return
+        for path, module in _blocks(stage):
+            block = Block(path, module.forward, [module], notes)
+            stand_in(module, block)
+            self._add(block, [module], in_flight, runs)
+
+    def _add(self, block: Block, modules: list[nn.Module], in_flight: int, runs: int) -> None:
+        for module in modules:
+            watch_parts(block, module, self._layer_of)
+        self._blocks.append(_Measured(Measured(block, modules), in_flight, runs))
+
+    def after_step(self) -> None:
+        """Choose, once there are measurements. Collective over the axis.
+
+        Raises:
+            ValueError: more is kept at least than the plan's limit.
+        """
+        self._steps += 1
+        if self._steps == MEASURED_STEPS:
+            self._settle()
+
+    def _settle(self) -> None:
+        measured = [block.costs() for block in self._blocks]
+        skipped = [block.skipped for block in self._blocks]
+        everyone = collectives.all_gather_object((measured, skipped), self._axis)
+        blocks = _alike([_together(several) for several in zip(*(costs for costs, _ in everyone), strict=True)])
+        chosen = self._choose(blocks)
+        for number, (block, costs, option) in enumerate(zip(self._blocks, blocks, chosen, strict=True)):
+            paths = {skips[number] for _, skips in everyone}
+            block.adopt(option, skip=len(paths) == 1)
+            assert costs.path == block.path
+        self.report = Report(str(self.how), blocks, chosen)
+
+    def _choose(self, blocks: list[Costs]) -> list[Option]:
+        how = self.how
+        if how in ("full", "sqrt"):
+            return [keeping(costs, ()) for costs in blocks]
+        if how == "selective":
+            return [keeping(costs, costs.items) for costs in blocks]
+        if isinstance(how, str) and how.startswith("every:"):
+            step = int(how.removeprefix("every:"))
+            return [
+                everything(costs) if (number + 1) % step else keeping(costs, ()) for number, costs in enumerate(blocks)
+            ]
+        if isinstance(how, float):
+            return solve(blocks, how * sum(costs.without * costs.microbatches for costs in blocks))
+        limit = bytes_of(how)
+        assert limit is not None
+        least = least_bytes(blocks)
+        if least > limit:
+            raise ValueError(
+                f'plan.recompute = "{how}": the inputs of blocks alone take {shown_bytes(least)} on a rank; raise it '
+                "to that, or use more microbatches, which are smaller"
+            )
+        return solve(blocks, limit)
+
+
+class _Measured:
+    """A block, its measurements and where it stands in a step."""
+
+    def __init__(self, measured: Measured, in_flight: int, runs: int) -> None:
+        self.measured, self.in_flight, self.runs = measured, in_flight, runs
+        self.path = measured.block.path
+
+    @property
+    def skipped(self) -> str | None:
+        """The path of the part whose values are not needed."""
+        return self.measured.skipped.path if self.measured.skipped is not None else None
+
+    def _items(self) -> Iterator[tuple[Item, list[Part]]]:
+        """What may be kept: parts that are kept together as one."""
+        found = self.measured
+        seen: set[Part] = set()
+        for part in found.parts:
+            group = part.together or [part]
+            if part is found.skipped or part in seen or any(other not in found.parts for other in group):
+                continue
+            seen.update(group)
+            path = "|".join([group[0].path, *(other.path.rpartition(".")[2] for other in group[1:])])
+            size = sum(found.parts[other][1] for other in group)
+            yield Item(path, size, sum(found.parts[other][0] for other in group)), group
+
+    def costs(self) -> Costs:
+        found = self.measured
+        parts = sum(seconds for seconds, _ in found.parts.values())
+        measured = found.seconds < float("inf")
+        return Costs(
+            self.path,
+            found.inputs,
+            found.plain,
+            found.plain + found.spared,
+            max(0.0, found.seconds - parts) if measured else 0.0,
+            tuple(item for item, _ in self._items()),
+            self.in_flight,
+            self.runs,
+        )
+
+    def adopt(self, option: Option, skip: bool) -> None:
+        """Treat the block so from its next forward on."""
+        block, kept = self.measured.block, option.kept
+        block.observer = None
+        block.plain = kept is None
+        block.skipped = self.measured.skipped if skip else None
+        groups = [group for item, group in self._items() if kept is not None and item.path in kept]
+        block.kept = frozenset(part for group in groups for part in group)
+
+
+def _together(several: Sequence[Costs]) -> Costs:
+    """One block as several ranks have measured it: most bytes, mean seconds."""
+    first = several[0]
+    items = []
+    for number, item in enumerate(first.items):
+        sizes, seconds = zip(
+            *((other.items[number].size, other.items[number].seconds) for other in several), strict=True
+        )
+        items.append(Item(item.path, max(sizes), math.fsum(seconds) / len(several)))
+    return replace(
+        first,
+        inputs=max(other.inputs for other in several),
+        plain=max(other.plain for other in several),
+        without=max(other.without for other in several),
+        rest=math.fsum(other.rest for other in several) / len(several),
+        items=tuple(items),
+    )
+
+
+def _alike(blocks: list[Costs]) -> list[Costs]:
+    """Blocks that keep the same bytes take the same time: each kind gets its mean, since one measurement is a rough
+    one."""
+    kinds: dict[Any, list[Costs]] = {}
+    for costs in blocks:
+        sizes = tuple((item.path, item.size) for item in costs.items)
+        kinds.setdefault((costs.inputs, costs.plain, costs.without, sizes), []).append(costs)
+    means = {id(costs): _together(alike) for alike in kinds.values() for costs in alike}
+    return [
+        replace(means[id(costs)], path=costs.path, microbatches=costs.microbatches, runs=costs.runs) for costs in blocks
+    ]
 
 
 def in_flight(schedule: Schedule, rank: int) -> list[int]:
@@ -106,7 +268,7 @@ def _members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _members(child, below)
 
 
-def _segments(stage: Stage, notes: Sequence[Note], in_flight: int) -> list[Block]:
+def _segments(stage: Stage, notes: Sequence[Note], in_flight: int) -> list[tuple[Block, list[nn.Module]]]:
     """Divide a chain of parts into segments, each a block. The last one's backward may follow at once, in which case it
     need not be computed again."""
     parts = list(stage.parts)
@@ -117,13 +279,14 @@ def _segments(stage: Stage, notes: Sequence[Note], in_flight: int) -> list[Block
         if not getattr(parts[number], "inplace", False):
             edges.append(number)
     edges.append(len(parts))
-    found: list[Block] = []
+    found: list[tuple[Block, list[nn.Module]]] = []
     calls: list[Callable[..., Any]] = []
     for start, stop in zip(edges, edges[1:], strict=False):
         call = stage.segment(start, stop)
         if stop < len(parts) or in_flight > 1 or not stage.last:
-            found.append(Block(f"{stage.paths[start]} to {stage.paths[stop - 1]}", call, parts[start:stop], notes))
-            call = found[-1]
+            block = Block(f"{stage.paths[start]} to {stage.paths[stop - 1]}", call, parts[start:stop], notes)
+            found.append((block, parts[start:stop]))
+            call = block
         calls.append(call)
     stage.segments = calls
     return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class Part:
             any tensor of that shape in its place. None if it does need it.
         together: the parts that `prime` covers: all are kept, or none.
         prime: ([kept of each], arguments of the first) makes `call` hand out the results of all of them.
+        spared: (arguments) -> bytes that the module by itself would keep for backward and `call` does not.
+        beside: (arguments) -> bytes that `keep` keeps beside the result.
     """
 
     path: str
@@ -58,6 +60,8 @@ class Part:
     shape: Callable[..., tuple[int, ...]] | None = None
     together: list["Part"] = field(default_factory=list)
     prime: Callable[..., None] | None = None
+    spared: Callable[..., int] | None = None
+    beside: Callable[..., int] | None = None
 
 
 class Block:
@@ -119,17 +123,14 @@ class Block:
             self._buffers, self._looked = [buffer for buffer, _ in found], True
 
 
-class Observer:
-    """What sees a block's second run."""
+class Observer(Protocol):
+    """What sees a block's second run, to measure it."""
 
-    def begin(self, run: "Run") -> None:
-        """The run begins."""
+    def watch(self, run: "Run") -> list[Tensor]:
+        """Have the run computed; what it returned."""
 
-    def compute(self, run: "Run", part: Part, args: tuple[Any, ...]) -> Any:
-        """Compute a part in its place."""
-
-    def end(self, run: "Run") -> None:
-        """The run's graph is there."""
+    def compute(self, part: Part, args: tuple[Any, ...]) -> Any:
+        """Have a part computed."""
 
 
 class Run:
@@ -138,6 +139,7 @@ class Run:
     def __init__(self, block: Block, leaves: list[Any], structure: TreeSpec, places: list[int]) -> None:
         self.block = block
         self.again = False  # whether this is the second run
+        self.observer: Observer | None = None
         self.kept: dict[Part, deque[tuple[Tensor, ...]]] = {part: deque() for part in block.kept}
         self.skipped = block.skipped
         self._leaves = leaves
@@ -146,6 +148,7 @@ class Run:
         self._restores: list[Callable[[], None]] = []
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._returned: TreeSpec | None = None
+        self._primed: set[Part] = set()  # parts that will hand out what another one's `prime` gave them
         self._results: list[Any] = []  # what the block returned, None in place of each tensor
         self._tensors: list[int] = []  # where the tensors are among them
 
@@ -170,40 +173,45 @@ class Run:
         return [values[place] for place in self._tensors]
 
     def replay(self, carried: Sequence[Tensor]) -> list[Tensor]:
-        """Compute with a graph, from the same inputs, random numbers and buffers."""
+        """Compute with a graph, from the same inputs; the tensors of the result."""
         for place, leaf in zip(self._places, carried, strict=False):
             self._leaves[place] = leaf
+        self.again = True
+        observer = self.block.observer
+        return self.second() if observer is None else observer.watch(self)
+
+    def inputs(self) -> list[Tensor]:
+        """The inputs that need a gradient, in the second run."""
+        return [self._leaves[place] for place in self._places]
+
+    def second(self, observer: Observer | None = None) -> list[Tensor]:
+        """Compute with the random numbers and buffers of the first run."""
         after = note_random_state()
         now = [(buffer, buffer.clone()) for buffer, _ in self._changed]
         for restore in self._restores:
             restore()
         for buffer, old in self._changed:
             buffer.data.copy_(old)  # through .data: what others have saved of it stays valid
-        self.again = True
-        observer, self.block.observer = self.block.observer, None
-        if observer is not None:
-            observer.begin(self)
+        self.observer = observer
         with torch.enable_grad():
-            values, structure = tree_flatten(self._compute(observer))
-        if observer is not None:
-            observer.end(self)
+            values, structure = tree_flatten(self._compute())
         for buffer, new in now:
             buffer.data.copy_(new)
         after()
         if structure != self._returned:
             raise RuntimeError(
-                f"{self.block.path!r} returned {structure} when it was computed again in backward, not {self._returned}"
+                f"plan.recompute: {self.block.path!r} returned something else when it was computed again: {structure} "
+                f"and not {self._returned}; its forward must depend on its inputs and torch's random numbers alone"
             )
         return [values[place] for place in self._tensors]
 
-    def _compute(self, observer: Observer | None = None) -> Any:
+    def _compute(self) -> Any:
         args, named = tree_unflatten(self._leaves, self._structure)
-        block = self.block
-        block.run, self.observer = self, observer
+        self.block.run = self
         try:
-            return block.call(*args, **named)
+            return self.block.call(*args, **named)
         finally:
-            block.run = None
+            self.block.run = None
 
     def through(self, part: Part, args: tuple[Any, ...]) -> Any:
         """A part's result in this run."""
@@ -217,14 +225,16 @@ class Run:
             assert part.shape is not None
             assert part.known is not None
             return part.known((args[0].new_zeros(()).expand(part.shape(*args)),), *args)
-        if part in self.kept:
-            if part.known is not None:
-                return part.known(self.kept[part].popleft(), *args)
-            assert part.prime is not None
-            if self.kept[part]:
-                part.prime([self.kept[other].popleft() for other in part.together], *args)
-            return part.call(*args)
-        return part.call(*args) if self.observer is None else self.observer.compute(self, part, args)
+        if part not in self.kept:
+            return part.call(*args) if self.observer is None else self.observer.compute(part, args)
+        if part.known is not None:
+            return part.known(self.kept[part].popleft(), *args)
+        assert part.prime is not None
+        if part not in self._primed:
+            part.prime([self.kept[other].popleft() for other in part.together], *args)
+            self._primed.update(part.together)
+        self._primed.remove(part)
+        return part.call(*args)
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The block's result, with these tensors in it."""

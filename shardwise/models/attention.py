@@ -59,15 +59,7 @@ class Core(nn.Module):
         Returns:
             (B, N, S, D).
         """
-        num_queries, num_keys = q.shape[2], k.shape[2]
-        if num_queries == 1 and documents is None:
-            if self.window:
-                k, v = k[:, :, -self.window :], v[:, :, -self.window :]
-            mask, causal = None, False
-        elif num_queries == num_keys and documents is None and not 0 < self.window < num_keys:
-            mask, causal = None, True
-        else:
-            mask, causal = _shared_mask(q, num_keys, self.window, documents), False
+        k, v, mask, causal = self.reach(q, k, v, documents)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -77,6 +69,20 @@ class Core(nn.Module):
             is_causal=causal,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
+    def reach(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+        """Which keys the queries of `forward` attend to: keys and values, what is added to the scores, and whether they
+        are causal beside it."""
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        if num_queries == 1 and documents is None:
+            if self.window:
+                k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+            return k, v, None, False
+        if num_queries == num_keys and documents is None and not 0 < self.window < num_keys:
+            return k, v, None, True
+        return k, v, _shared_mask(q, num_keys, self.window, documents), False
 
 
 def attention_mask(

@@ -44,6 +44,11 @@ class Division:
         """Whether the module writes the gradients of its parameters itself."""
         return id(module) in self._landings
 
+    def layer(self, module: nn.Module) -> object:
+        """What computes the module in its divided form, None if it is not divided."""
+        landing = self._landings.get(id(module))
+        return landing.layer if landing is not None else None
+
     def attach(self, module: nn.Module, slots: dict[str, Slot], tape: Tape) -> bool:
         """Have a divided module write its gradients into `slots`; False if it is not divided."""
         landing = self._landings.get(id(module))

@@ -42,6 +42,8 @@ class Columns:
         self._version = 0
         self._grad = False
         self._outputs: list[Tensor | None] = []
+        for landing in self.landings:
+            landing.layer = self
         region.at_begin.append(self.forget)
 
     def forget(self) -> None:
@@ -60,11 +62,16 @@ class Columns:
             self.forget()
         return output
 
-    def _compute(self, x: Tensor) -> Sequence[Tensor]:
+    def know(self, outputs: list[Tensor], x: Tensor) -> None:
+        """Have the next call of each layer return its output for `x`, which is there already, with its graph."""
+        self._outputs = list(self._compute(x, outputs))
+        self._input, self._version, self._grad = x, x._version, torch.is_grad_enabled()
+
+    def _compute(self, x: Tensor, known: list[Tensor] | None = None) -> Sequence[Tensor]:
         weights = [landing.matrix() for landing in self.landings]
         biases = [landing.parameter("bias") for landing in self.landings]
         if torch.is_grad_enabled():
-            return _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+            return _Columns.apply(x, self, known, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
         return _column_products(self, x, weights, biases)
 
 
@@ -80,12 +87,16 @@ def _column_products(
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: Columns, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, columns: Columns, known: list[Tensor] | None, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         region = columns.region
         ctx.columns, ctx.length = columns, region.length
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
+        if known is not None:
+            return tuple(known)
         found = _column_products(columns, x, weights, biases)  # type: ignore[arg-type]
         return tuple(output.detach() for output in found)
 
@@ -100,7 +111,7 @@ class _Columns(torch.autograd.Function):
         tape = landings[0].tape
         wants_weights = [
             flat is not None and (landing.direct("weight") is not None or needed)
-            for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[2 : 2 + num], strict=True)
+            for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[3 : 3 + num], strict=True)
         ]
         by_autograd = [
             w and landing.direct("weight") is None for w, landing in zip(wants_weights, landings, strict=True)
@@ -141,15 +152,15 @@ class _Columns(torch.autograd.Function):
             flat.t() @ rows_of(whole_x) if own and flat is not None else None
             for own, flat in zip(by_autograd, flats, strict=True)
         ]
-        for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[2 + num :], strict=True):
+        for flat, landing, needed in zip(flats, landings, ctx.needs_input_grad[3 + num :], strict=True):
             own = flat is not None and needed and landing.direct("bias") is None
             for_autograd.append(flat.sum(0) if own and flat is not None else None)
         if tape.record is None:
             land()
-            return (finish() if finish is not None else None), None, *for_autograd
+            return (finish() if finish is not None else None), None, None, *for_autograd
         grad_x = finish() if finish is not None else None
         tape.run(land)
-        return grad_x, None, *for_autograd
+        return grad_x, None, None, *for_autograd
 
 
 class Row:
@@ -164,12 +175,19 @@ class Row:
     def __init__(self, region: Region, module: nn.Module, transposed: bool = False) -> None:
         self.region = region
         self.landing = Landing(module, transposed)
+        self.landing.layer = self
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(B, S, in / R) -> (B, S, out), or this rank's share of the sequence."""
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Of the output."""
+        start, stop = self.region.share() if self.region.sequence else (0, x.shape[SEQUENCE_DIM])
+        return (x.shape[0], stop - start, *x.shape[2:-1], self.landing.matrix().shape[0])
+
+    def __call__(self, x: Tensor, known: list[Tensor] | None = None) -> Tensor:
+        """(B, S, in / R) -> (B, S, out), or this rank's share of the sequence; `known` is that, where it is there and
+        only its graph is wanted (recomputation)."""
         weight, bias = self.landing.matrix(), self.landing.parameter("bias")
         if torch.is_grad_enabled():
-            return _Row.apply(x, weight, bias, self)  # type: ignore[no-any-return, no-untyped-call]
+            return _Row.apply(x, weight, bias, self, known)  # type: ignore[no-any-return, no-untyped-call]
         return _row_product(self.region, x, weight, bias)
 
 
@@ -187,10 +205,12 @@ def _row_product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row, known: list[Tensor] | None
+    ) -> Tensor:
         ctx.row, ctx.length = row, row.region.length
         ctx.save_for_backward(x, weight)
-        return _row_product(row.region, x, weight, bias)
+        return known[0] if known is not None else _row_product(row.region, x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -199,7 +219,7 @@ class _Row(torch.autograd.Function):
         region: Region = ctx.row.region
         landing: Landing = ctx.row.landing
         weight_slot, bias_slot = landing.direct("weight"), landing.direct("bias")
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         grads, products = [], []
         for part in region.gathered(grad, ctx.length) if region.sequence else (grad,):
             grads.append(part)
@@ -221,5 +241,6 @@ class _Row(torch.autograd.Function):
             grad_x,
             flat.t() @ rows_of(x) if needs_weight and weight_slot is None else None,
             flat.sum(0) if needs_bias and bias_slot is None else None,
+            None,
             None,
         )

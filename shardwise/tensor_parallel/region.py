@@ -108,6 +108,7 @@ class Landing:
     def __init__(self, module: nn.Module, transposed: bool = False) -> None:
         self.module = module
         self.transposed = transposed
+        self.layer: object = None  # what computes the module, for techniques that look for it
         self.slots: dict[str, Slot] = {}
         self.tape = Tape()
 

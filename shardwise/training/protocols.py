@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from shardwise.memory.offload import Traffic
+from shardwise.memory.report import Report
 from shardwise.pipeline_parallel.timeline import Timeline
 
 
@@ -48,6 +49,9 @@ class Trainable(Protocol):
 
     @property
     def data_rank(self) -> int: ...
+
+    @property
+    def recomputed(self) -> Report | None: ...
 
     def step(self, batch: Any, lr: float | None = None) -> StepMetrics: ...
 

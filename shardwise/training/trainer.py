@@ -110,6 +110,7 @@ class Trainer:
         self._metrics: Metrics | None = None
         self._timing = Timing()
         self._peak = 0.0
+        self._told_recomputed = False
         self._loss: float | None = None
         self._unread: list[tuple[int, StepMetrics]] = []
         self._skips = 0
@@ -209,6 +210,7 @@ class Trainer:
                 start = time.perf_counter()
                 metrics = self.parallel.step(next(batches), lr=lr)
                 self._count(metrics, time.perf_counter() - start)
+                self._tell_recomputed()
                 if progress.step % self.log.every == 0:
                     self._write_row(metrics, lr)
                 stop = self._flag.poll(self._stop_wanted())
@@ -223,6 +225,17 @@ class Trainer:
                 batches.close()
         self._write_timeline()
         return progress.step < train.steps
+
+    def _tell_recomputed(self) -> None:
+        """Shows once what is computed again in backward, when it has been measured and chosen."""
+        report = self.parallel.recomputed
+        if report is None or self._told_recomputed:
+            return
+        self._told_recomputed = True
+        self.display.line(report.table())
+        seconds = {"recompute_seconds": report.seconds}
+        kept = {"activation_bytes": report.kept_bytes, "recomputed_bytes": report.recomputed_bytes}
+        self._write("event", {**kept, **seconds})
 
     def _record_timeline(self) -> None:
         """Notes when actions run, once shapes are known and caches warm, until there are enough; then writes them."""

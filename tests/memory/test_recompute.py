@@ -11,6 +11,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.optimizers import SGD
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
+from shardwise.verify import Report, verify
 from tests.pool import run_ranks
 
 VOCABULARY = 19
@@ -23,7 +24,7 @@ def config(family: str, dropout: float = 0.2, layers: int = 3) -> ModelConfig:
 
 def batch(number: int, rows: int, documents: bool) -> Any:
     generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(VOCABULARY, (rows, 9 + 2 * number), generator=generator)
+    tokens = torch.randint(VOCABULARY, (rows, 9 + 2 * (number % 3)), generator=generator)
     inputs = {"tokens": tokens}
     if documents:
         inputs["documents"] = (torch.rand(tokens.shape, generator=generator) < 0.2).cumsum(1)
@@ -31,10 +32,10 @@ def batch(number: int, rows: int, documents: bool) -> Any:
 
 
 def run(family: str, dropout: float, plan: dict[str, Any], recompute: Any, documents: bool) -> dict[str, Tensor]:
-    """Gradients and parameters after two steps of different lengths."""
+    """Gradients and parameters after steps of different lengths."""
     full = Plan(**plan, recompute=recompute)
     parallel = parallelize(build(config(family, dropout), VOCABULARY), full, optimizer=SGD(lr=0.1, momentum=0.9))
-    for number in range(2):
+    for number in range(4):  # what is kept is chosen after the second
         parallel.step(parallel.share(batch(number, 4 * full.data_parallel, documents)))
     parallel.drain()
     found = {f"gradient {name}": value for name, value in parallel.full_gradients().items()}
@@ -63,8 +64,15 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("how", ["full"])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        *((plan, "selective") for plan in PLANS),
+        *((plan, "full") for plan in PLANS[2::2]),
+        *((plan, 0.5) for plan in PLANS[1::3]),
+    ],
+    ids=str,
+)
 def test_gradients_are_the_same_bits_with_dropout(plan: dict[str, Any], how: Any) -> None:
     for different in run_ranks(both, Plan(**plan).num_ranks, "gpt2", 0.2, plan, how):
         assert different == []
@@ -77,11 +85,27 @@ def test_every_other_block_and_segments_are_the_same_bits(how: str) -> None:
             assert different == []
 
 
+def verified(plan: dict[str, Any]) -> Report:
+    full = Plan(precision="fp64", **plan)
+    batches = [batch(number, 2 * full.microbatches * full.data_parallel, True) for number in range(4)]
+    return verify(build(config("llama"), VOCABULARY), full, batches, optimizer=SGD(lr=0.1), clip=1.0)
+
+
+@pytest.mark.parametrize("how", ["full", "selective", 0.5])
+@pytest.mark.parametrize(
+    "plan", [{"pipeline": 2, "tensor": 2, "microbatches": 2}, {"pipeline": 2, "shard": 2, "zero": 3}], ids=str
+)
+def test_it_agrees_with_one_device(plan: dict[str, Any], how: Any) -> None:
+    report = run_ranks(verified, 4, plan | {"recompute": how})[0]
+    assert report.agrees, report.describe()
+
+
 def test_documents_across_context_ranks_are_the_same_bits() -> None:
     for method in ("ring", "ulysses"):
         plan = {"context": 2, "context_method": method, "microbatches": 2}
-        for different in run_ranks(both, 2, "mistral", 0.0, plan, "full", True):
-            assert different == []
+        for how in ("full", "selective"):
+            for different in run_ranks(both, 2, "mistral", 0.0, plan, how, True):
+                assert different == []
 
 
 class InPlace(nn.Module):

@@ -69,6 +69,7 @@ class FakeParallel:
         self.momentum = torch.zeros(self.last - self.first, columns)
         self.steps = torch.zeros((), dtype=torch.int64)
         self.loads = 0
+        self.recomputed = None
 
     def step(self, batch: tuple[Tensor, Tensor], lr: float | None = None) -> StepMetrics:
         inputs, targets = batch
