@@ -12,6 +12,7 @@ from shardwise.loss import IGNORED, Loss
 from shardwise.optimizers import SGD, AdamW
 from shardwise.parallel import Parallel
 from shardwise.parallelize import parallelize
+from shardwise.pieces import Pieces
 from shardwise.plan import Plan
 from tests import small_models, user_models
 from tests.pool import run_ranks
@@ -27,7 +28,7 @@ def make(plan: dict[str, Any], model: nn.Module | None = None, **settings: Any) 
 def state_bits(parallel: Parallel) -> dict[str, bytes]:
     found = {}
     for name, value in parallel.state_dict().items():
-        tensors = [value] if isinstance(value, Tensor) else [tensor for _, tensor in value.boxes]
+        tensors = [tensor for _, tensor in value.boxes] if isinstance(value, Pieces) else [value]
         found[name] = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
     return found
 
