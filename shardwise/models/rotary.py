@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Literal, NamedTuple
 
 import torch
@@ -162,7 +163,7 @@ def tables(rope: Rope, positions: Tensor | None, start: int, length: int, like: 
     dtype = torch.promote_types(like.dtype, torch.float32)
     if positions is not None:
         if rope.scaling.kind != "dynamic":
-            return _factors(rope, positions, 0, dtype)
+            return _shared_factors(rope, positions, dtype)
         # Each row by its own length, so that a row reads the same whatever else is in the batch.
         rows = [_factors(rope, row, int(row.max()) + 1, dtype) for row in positions]
         return torch.stack([cos for cos, _ in rows]), torch.stack([sin for _, sin in rows])
@@ -178,6 +179,25 @@ def tables(rope: Rope, positions: Tensor | None, start: int, length: int, like: 
             count = 1 << (stop - 1).bit_length()
             found = _tables[key] = _factors(rope, torch.arange(count, device=like.device), 0, dtype)
     return found[0][start:stop], found[1][start:stop]
+
+
+# The last factors made of given positions: all blocks of a pass ask for the same, and angles in float64 take as long as
+# the rotation itself.
+_last: tuple[tuple[object, ...], weakref.ref[Tensor], tuple[Tensor, Tensor]] | None = None
+
+
+def _shared_factors(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    global _last
+    unfit = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or type(positions) is not Tensor
+    # Tensors of inference mode count no versions, so a change of them in place would go unseen.
+    if unfit or positions.is_inference():
+        return _factors(rope, positions, 0, dtype)
+    key = (rope, dtype, positions._version)
+    if _last is not None and _last[0] == key and _last[1]() is positions:
+        return _last[2]
+    found = _factors(rope, positions, 0, dtype)
+    _last = (key, weakref.ref(positions), found)
+    return found
 
 
 def _factors(rope: Rope, positions: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
