@@ -104,7 +104,9 @@ def alone(lengths: Sequence[int]) -> list[str]:
             beyond = f"{after['own'] - before['own']:.0f}"
             shown = times.show_ratio(name, "whole"), times.show_cpu(name)
             rows.append([str(length), name, f"{times.median(name):.0f}", *shown, beyond, f"{after['own']:.0f}"])
-            said.append(f"{length} {harness.agreement(name, times.losses[name], times.losses['whole'][:CHECKED], 1e-4)}")
+            said.append(
+                f"{length} {harness.agreement(name, times.losses[name], times.losses['whole'][:CHECKED], 1e-4)}"
+            )
     print(harness.table(["tokens", "step", "median ms", "x whole", "CPU ms", "MB beyond the model", "own MB"], rows))
     return said
 
@@ -115,7 +117,9 @@ def limits(megabytes: Sequence[int], length: int) -> None:
     rows = []
     for name, plan in ALONE.items():
         job: dict[str, Any] = {"plan": plan, "length": length, "layers": 2}
-        found = [harness.run_ranks("benchmarks.slices:fits", num_ranks=1, **job, megabytes=limit) for limit in megabytes]
+        found = [
+            harness.run_ranks("benchmarks.slices:fits", num_ranks=1, **job, megabytes=limit) for limit in megabytes
+        ]
         rows.append([name, *("fits" if fit else "does not" for fit in found)])
     print(harness.table(["step", *map(str, megabytes)], rows))
 

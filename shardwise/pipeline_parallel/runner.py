@@ -226,27 +226,29 @@ class Runner:
                 received = self._local.pop((Kind.F, number, stage - 1))
         self._began = time.perf_counter()
         with torch.set_grad_enabled(graph):
-            held, values = self._compute(number, chunk, received)
-        if held.loss is not None:
-            self.losses.append(held.loss.detach())
-        else:
+            # A loss that will be computed again would be computed, with promised logits the head too, for nothing.
+            held, values = self._compute(number, chunk, received, with_loss=graph or not training)
+        if stage < self.schedule.total_stages - 1:
             if training and self.recompute:  # without a graph nobody knows which gradients will be of use
                 values = tree_map_only(Tensor, _asking, values)
             self._local[Kind.F, number, stage] = values
         if not training:
             self._pass_done(number)
-        elif graph:
-            self._held[number, chunk] = held
         else:
-            self._held[number, chunk] = _Held([], [], loss=held.loss, again=received)
+            self._held[number, chunk] = held if graph else _Held([], [], again=received)
 
-    def _compute(self, number: int, chunk: int, received: tuple[Any, ...], again: bool = False) -> tuple[_Held, Any]:
+    def _compute(
+        self, number: int, chunk: int, received: tuple[Any, ...], again: bool = False, with_loss: bool = True
+    ) -> tuple[_Held, Any]:
         """A chunk's forward, with the loss behind the last one: what backward needs, and what the chunk returned."""
         leaves: list[Tensor] = []
         microbatch = self._microbatches[number]
         value = self.chunks[chunk].forward(number, _enter(received, leaves), microbatch.inputs, again)
         if self._stage(chunk) == self.schedule.total_stages - 1:
-            return _Held(leaves, [], loss=self.loss_sum(value, microbatch.targets)), None
+            loss = self.loss_sum(value, microbatch.targets) if with_loss else None
+            if loss is not None:
+                self.losses.append(loss.detach())
+            return _Held(leaves, [], loss=loss), None
         values = value if isinstance(value, tuple) else (value,)
         tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor)]
         roots = [get_gradient_edge(v) for v in tensors if v.requires_grad]
@@ -262,16 +264,9 @@ class Runner:
         self, action: Action, half: Half, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]
     ) -> None:
         number, chunk = action.microbatch, action.chunk
+        took = self._compute_again(number, chunk) if half.backward else 0.0
         gradients = self._output_gradients(number, chunk, receives, posted) if half.backward else []
-        self._began = time.perf_counter()
-        if half.backward:
-            again = self._held[number, chunk].again
-            if again is not None:
-                with torch.enable_grad():
-                    self._held[number, chunk], _ = self._compute(number, chunk, again, again=True)
-            asked = self._held[number, chunk].asked
-            if asked is not None:
-                gradients = [gradient for gradient, use in zip(gradients, asked, strict=True) if use]
+        self._began = time.perf_counter() - took
         self.chunks[chunk].begin_backward(half)
         if half.backward:
             held = self._held.pop((number, chunk))
@@ -287,6 +282,18 @@ class Runner:
         if half.weights and self._pass_done(number):
             self.forget(number)
 
+    def _compute_again(self, number: int, chunk: int) -> float:
+        """Compute a forward again of which the inputs alone were kept: before its gradients are waited for. The seconds
+        it took."""
+        held = self._held[number, chunk]
+        if held.again is None:
+            return 0.0
+        start = time.perf_counter()
+        with torch.enable_grad():
+            self._held[number, chunk], _ = self._compute(number, chunk, held.again, again=True)
+        self._held[number, chunk].spec = held.spec
+        return time.perf_counter() - start
+
     def _output_gradients(
         self, number: int, chunk: int, receives: deque[Receive], posted: dict[tuple[Kind, int, int], Incoming]
     ) -> list[Tensor]:
@@ -296,10 +303,13 @@ class Runner:
         if loss is not None:
             count = self._microbatches[number].count().to(loss.device)
             return [torch.full_like(loss, self.loss_scale) / count.clamp(min=1)]
+        gradients: list[Tensor]
         if self._neighbour(stage + 1) is not None:
-            gradients: list[Tensor] = self._local.pop((Kind.B, number, stage))
-            return gradients
-        return self._receive(Kind.B, number, stage, receives, posted).wait()
+            gradients = self._local.pop((Kind.B, number, stage))
+        else:
+            gradients = self._receive(Kind.B, number, stage, receives, posted).wait()
+        asked = self._held[number, chunk].asked
+        return gradients if asked is None else [found for found, use in zip(gradients, asked, strict=True) if use]
 
     def _pass_done(self, number: int) -> bool:
         """Count the last pass of a chunk over a microbatch; whether it was the last chunk's."""

@@ -86,13 +86,16 @@ class Sequences:
         mine = self._extremes[index]
         if mine is None:
             return 0, True
-        first, alone = self.pieces[index].start, bool((mine[0] == mine[1]).all())
-        for earlier in range(index - 1, -1, -1):
-            other = self._extremes[earlier]
-            if other is not None and bool(((other[0] <= mine[1]) & (mine[0] <= other[1])).any()):
-                first = self.pieces[earlier].start
-                alone &= bool(((other[0] == mine[0]) & (other[1] == mine[1])).all())
-        return first, alone
+        before = range(index)
+        earliest = next((number for number in before if _meet(self._extremes[number], mine)), index)
+        seen = [extremes for extremes in self._extremes[earliest : index + 1] if extremes is not None]
+        alone = all(bool(((low == mine[0]) & (high == mine[0])).all()) for low, high in seen)
+        return self.pieces[earliest].start, alone
+
+
+def _meet(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> bool:
+    """Whether a document of any row may be in both of two slices, by their smallest and largest ids."""
+    return one is not None and bool(((one[0] <= other[1]) & (other[0] <= one[1])).any())
 
 
 class Slices:

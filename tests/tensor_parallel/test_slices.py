@@ -131,6 +131,18 @@ def test_random_jobs_equal_one_device(job: tuple[dict[str, Any], dict[str, Any],
     assert_agrees(*job)
 
 
+@pytest.mark.parametrize(
+    "ids", [[0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 1], [2, 2, 0, 1, 0, 2], [0, 0, 0, 1, 1, 1]], ids=str
+)
+def test_documents_in_pieces_that_lie_apart(ids: list[int]) -> None:
+    """What lies between two pieces of a document is not seen, also where slices hold one document each."""
+    ((inputs, targets),) = make_batches([6], 2, documents=False)
+    inputs["documents"] = torch.tensor([ids, [0, 0, 1, 1, 0, 0]])
+    plan = Plan(slices=3, precision="fp64")
+    report = verify(build(small(), VOCABULARY), plan, [(inputs, targets)] * 2, optimizer=SGD(lr=0.5))
+    assert report.agrees, report.describe()
+
+
 def test_a_gradient_that_later_slices_found_is_missed_if_it_is_lost() -> None:
     """The comparison can fail: without the gradients for earlier keys and values it does."""
 
