@@ -29,10 +29,9 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 PIPELINE: dict[str, dict[str, Any]] = {
     "one device": {},
-    "pipeline": {"pipeline": 2},
-    "pipeline, 2 slices": {"pipeline": 2, "slices": 2},
-    "pipeline, 4 slices": {"pipeline": 2, "slices": 4},
-    "pipeline, 8 slices": {"pipeline": 2, "slices": 8},
+    "pipeline": {"pipeline": 2, "cut": (2, 2)},
+    "pipeline, 2 slices": {"pipeline": 2, "cut": (2, 2), "slices": 2},
+    "pipeline, 4 slices": {"pipeline": 2, "cut": (2, 2), "slices": 4},
 }
 
 

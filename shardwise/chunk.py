@@ -109,8 +109,13 @@ class ModelChunk:
             seed_generators(self._seeds(microbatch))
         saving = nullcontext() if self._activations is None else self._activations.saving(self.module)
         promising = nullcontext() if self._head is None else self._head.promising()
+        # Running statistics and the like change once.
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()] if again else []
         with self._units.running(), saving, promising:
-            return self.module(received, inputs)
+            value = self.module(received, inputs)
+        for buffer, now in buffers:
+            buffer.data.copy_(now)  # through .data: what autograd has saved of it stays valid
+        return value
 
     def note(self) -> Callable[[], None]:
         """Note the weight version that is computed with; the function that is returned makes it so again."""

@@ -130,7 +130,10 @@ def parallelize(
         if parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
 
-    recompute.require(model, plan.recompute)
+    # Of a slice everything is computed again, its head and loss too: no block of it need be.
+    whole_slices = plan.slices > 1 and plan.recompute == "full"
+    by_blocks = "none" if whole_slices else plan.recompute
+    recompute.require(model, by_blocks)
 
     # 1. Stages
     schedule = build_schedule(plan)
@@ -285,12 +288,10 @@ def parallelize(
         )
 
     notes = [part.note for part in ((division.region if division is not None else None), context) if part is not None]
-    # Of a slice everything is computed again, and its head's logits too: no block of it need be.
-    whole = slices is not None and plan.recompute == "full"
     recomputation = None
-    if plan.recompute != "none" and not whole:
+    if by_blocks != "none":
         layer_of = division.layer if division is not None else lambda module: None
-        recomputation = recompute.Recomputation(plan.recompute, mesh.axis("stage"), layer_of)
+        recomputation = recompute.Recomputation(by_blocks, mesh.axis("stage"), layer_of)
         for chunk, most in zip(chunks, recompute.in_flight(schedule, axis.rank), strict=True):
             recomputation.apply(chunk.module, [chunk.note, *notes], most, schedule.num_microbatches)
 
@@ -309,7 +310,7 @@ def parallelize(
     wire = Wire(axis, device, schedule.total_stages - 1, negotiate, alike)
     runner = Runner(schedule, axis.rank, chunks, wire, total, lambda action: parallel.update(action))
     if slices is not None:
-        runner.recompute = whole
+        runner.recompute = whole_slices
         runner.finished = slices.finished
 
     def local(microbatch: Batch, number: int) -> list[Batch]:

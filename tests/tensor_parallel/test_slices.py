@@ -251,6 +251,30 @@ def test_dropout_is_the_same_when_a_slice_is_computed_again() -> None:
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
+class Counts(nn.Module):
+    """Counts its forwards in training."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build(small(), VOCABULARY, "cpu")
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return self.model(tokens, positions)  # type: ignore[no-any-return]
+
+
+def test_buffers_change_once_a_slice() -> None:
+    model = Counts()
+    model.model.stages = ()  # type: ignore[assignment]
+    parallel = parallelize(model, Plan(slices=3, recompute="full"), optimizer=SGD(lr=0.1))
+    parallel.step(make_batches([8], 2, documents=False)[0])
+    assert float(model.calls) == 3
+    parallel.close()
+
+
 # Memory
 
 
