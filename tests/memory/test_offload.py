@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise import models
 from shardwise.memory import offload_activations, offload_files
 from shardwise.memory.offload import Tier, Traffic
 from shardwise.memory.offload_files import DiskFile, OffloadError
@@ -28,6 +29,7 @@ from shardwise.training.config import CheckpointConfig
 from shardwise.training.faults import fault_of
 from shardwise.training.ranks import Ranks
 from shardwise.verify import verify
+from tests.models.cases import CONFIGS, VOCABULARY
 from tests.pool import run_ranks
 from tests.small_models import build, make_batches
 
@@ -124,16 +126,33 @@ def test_every_optimizers_state_on_disk_changes_no_bit(optimizer: str, tmp_path:
     assert run_ranks(with_and_without, 2, layout, optimizer, where, str(tmp_path)) == [[], []]
 
 
-def agrees(plan: dict[str, Any], optimizer: str) -> str:
+def agrees(plan: dict[str, Any]) -> str:
+    offload_activations.SMALLEST = 1
+    generator = torch.Generator().manual_seed(0)
+    batches = [tuple(torch.randint(VOCABULARY, (2, 6, 12), generator=generator)) for _ in range(2)]
     report = verify(
-        build({"num_blocks": 4, "tied": True}),
-        Plan(**plan),
-        STEPS,
-        optimizer=OPTIMIZERS[optimizer],
+        models.build(CONFIGS["llama"], VOCABULARY),
+        Plan(**plan, precision="fp64"),
+        [({"tokens": inputs}, targets) for inputs, targets in batches],
+        optimizer=Adafactor(momentum=0.9),
         clip=0.5,
-        bucket_bytes=600,
     )
     return "" if report.agrees else report.describe()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor": 2, "sequence": True, "microbatches": 2},
+        {"context": 2, "zero": 3},
+        {"tensor": 2, "shard": 2, "zero": 2},
+    ],
+    ids=str,
+)
+def test_it_composes_with_tensor_and_context_parallelism(layout: dict[str, Any], tmp_path: Path) -> None:
+    ranks = Plan(**layout).num_ranks
+    plan = layout | {"offload": offloaded(layout, tmp_path)}
+    assert run_ranks(agrees, ranks, plan) == [""] * ranks
 
 
 def test_host_memory_of_a_cpu_is_where_everything_is() -> None:

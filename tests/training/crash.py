@@ -1,6 +1,6 @@
 """Kills ranks of a training job at random moments and compares what comes of it with a run that was left alone.
 
-    python -m tests.training.crash --kills 20
+    python -m tests.training.crash --kills 20 [--offload]
 
 The job resumes by itself: its launcher starts the ranks again (`--restarts`), or the same command is given again.
 """
@@ -172,14 +172,24 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return left is not None and right is not None and left.dtype == right.dtype and torch.equal(left, right)
 
 
-def survive(folder: Path, kills: int, steps: int, restarts: int, seed: int) -> tuple[list[str], list[str]]:
-    """Runs a job twice, once with kills; returns what was killed and what differs."""
+def offloaded(folder: Path) -> dict[str, Any]:
+    """A plan whose state lives on disk, in `folder`."""
+    kinds = ("optimizer", "master", "parameters", "gradients", "activations")
+    return {"shard": 2, "zero": 3, "precision": "bf16", "offload": {kind: f"disk:{folder}" for kind in kinds}}
+
+
+def survive(
+    folder: Path, kills: int, steps: int, restarts: int, seed: int, offload: bool = False
+) -> tuple[list[str], list[str]]:
+    """Runs a job twice, once with kills; returns what was killed, and what differs or was left behind."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    config = small_job(folder, steps, restarts)
+    plan = offloaded(folder / "state") if offload else {}
+    config = small_job(folder, steps, restarts, **plan)
     assert launch.train(config, folder / "whole").finished
     with Killer(folder / "killed", kills, random.Random(seed)) as killer:
         train_to_the_end(config, folder / "killed")
-    return killer.killed, differences(folder / "whole", folder / "killed")
+    left = [f"{path} is left" for path in (folder / "state").glob("*")]
+    return killer.killed, differences(folder / "whole", folder / "killed") + left
 
 
 def main() -> None:
@@ -187,10 +197,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--restarts", type=int, default=0, help="by the launcher, before the command is given again")
+    parser.add_argument("--offload", action="store_true", help="with all state on disk")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        killed, found = survive(Path(name), asked.kills, asked.steps, asked.restarts, asked.seed)
+        killed, found = survive(Path(name), asked.kills, asked.steps, asked.restarts, asked.seed, asked.offload)
     for number, line in enumerate(killed, 1):
         print(f"{number:3d}  {line}")
     if found or len(killed) < asked.kills:
