@@ -1,0 +1,118 @@
+"""What is kept within a limit: the best choice by trying all, and measured bytes against the field's formulas."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.memory.attention import Given, attention, keep, known
+from shardwise.memory.choice import Costs, Item, options, solve
+from shardwise.models import build
+from shardwise.models.config import ModelConfig
+from shardwise.optimizers import SGD
+from shardwise.parallelize import parallelize
+from shardwise.plan import Plan
+
+
+def drawn(generator: random.Random) -> Costs:
+    plain = generator.randint(20, 40) * 100
+    items = [Item(str(n), generator.randint(1, 6) * 100, generator.random()) for n in range(generator.randint(0, 3))]
+    return Costs(
+        "block",
+        generator.randint(1, 5) * 100,
+        plain,
+        plain,
+        generator.random(),
+        tuple(items),
+        generator.randint(1, 3),
+        generator.randint(1, 3),
+    )
+
+
+def test_no_choice_within_the_limit_takes_less_time() -> None:
+    generator = random.Random(0)
+    for _ in range(60):
+        blocks = [drawn(generator) for _ in range(3)]
+        limit = generator.randint(500, 14000)
+        sets = itertools.product(*(options(costs) for costs in blocks))
+
+        def total(chosen: object, blocks: list[Costs] = blocks) -> tuple[float, float]:
+            pairs = list(zip(chosen, blocks, strict=True))  # type: ignore[call-overload]
+            return sum(o.size * c.microbatches for o, c in pairs), sum(o.seconds * c.runs for o, c in pairs)
+
+        fitting = [seconds for size, seconds in map(total, sets) if size <= limit]
+        size, seconds = total(solve(blocks, limit))
+        if fitting:
+            assert size <= limit
+            # Within the rounding of the limit to steps.
+            assert seconds <= min(fitting) * 1.15 + 1e-9
+        else:
+            assert size == sum(options(costs)[0].size * costs.microbatches for costs in blocks)
+
+
+def test_half_of_equal_blocks_fit_in_half_of_their_bytes() -> None:
+    blocks = [Costs("b", 100, 1100, 1100, 1.0, (), 1, 1)] * 4
+    assert [option.kept for option in solve(blocks, 2 * 1100 + 2 * 100)].count(None) == 2
+
+
+ROWS, LENGTH, HIDDEN, HEADS = 2, 64, 128, 4
+
+
+def measured(how: str, dropout: float, core: bool) -> Costs:
+    config = ModelConfig(family="gpt2", layers=1, hidden=HIDDEN, heads=HEADS, sequence=LENGTH, dropout=dropout)
+    model = build(config, 8)
+    if not core:
+        model.blocks[0].attention.core.dropout = 0.0
+    parallel = parallelize(model, Plan(recompute=how), optimizer=SGD(lr=0.1))
+    tokens = torch.randint(8, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        parallel.step(({"tokens": tokens}, tokens))
+    assert parallel.recomputed is not None
+    assert parallel.memory()["activations"] == parallel.recomputed.kept_bytes
+    (costs,), (option,) = parallel.recomputed.blocks, parallel.recomputed.chosen
+    units = option.size / (4 * ROWS * LENGTH * HIDDEN)
+    # Full: s b h elements. Selective: the input, q, k, v, attention and its output, and four for the feed-forward part.
+    assert units == pytest.approx(1 if how == "full" else 10, rel=0.02)
+    return costs
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("core", [False, True])
+def test_bytes_are_those_of_the_formulas(how: str, core: bool) -> None:
+    """2205.05198, equation 1: s b h (34 + 5 a s / h) with two bytes an activation, one a mask; here four for each."""
+    costs = measured(how, 0.1, core)
+    weights = 3 * HEADS * LENGTH / HIDDEN if core else 0
+    assert costs.without / (4 * ROWS * LENGTH * HIDDEN) == pytest.approx(18 + weights, rel=0.02)
+
+
+@pytest.mark.parametrize("shared", [1, 2, 4])
+@pytest.mark.parametrize("mask", [False, True])
+def test_attention_with_dropout_by_heads_has_the_bits_of_torchs(shared: int, mask: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for length, size in ((9, 4), (37, 6), (64, 32)):
+        q, k, v = (
+            torch.randn(3, length, heads, size, generator=generator).transpose(1, 2).requires_grad_()
+            for heads in (4, shared, shared)
+        )
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1) if mask else None
+        added = None if hidden is None else torch.zeros(1, 1, length, length).masked_fill(hidden, -math.inf)
+        given = Given(q, k, v, added, added is None, 0.3)
+        state = torch.get_rng_state()
+
+        def found(out: Tensor, tensors: tuple[Tensor, ...] = (q, k, v)) -> list[Tensor]:
+            grad = torch.linspace(-1, 1, out.numel()).view(out.shape)
+            return [out, *torch.autograd.grad(out, tensors, grad), torch.get_rng_state()]
+
+        expected = found(given.plainly())
+        torch.set_rng_state(state)
+        once = found(attention(given))
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            _, kept = keep(given)
+        torch.set_rng_state(state)
+        again = found(known(kept, given))
+        for others in (once, again):
+            assert all(map(torch.equal, expected, others))
