@@ -16,7 +16,7 @@ from shardwise.training.faults import Fault, JobFailed, JobStopped
 from shardwise.training.placement import Placement, first_host, placed
 from shardwise.training.progress import Outcome
 from tests.pool import run_ranks
-from tests.training.crash import Killer, differences, small_job, workers
+from tests.training.crash import Killer, differences, offloaded, small_job, workers
 from tests.training.fake import world
 
 
@@ -29,13 +29,15 @@ def train_here(config: Config, run: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["in memory", "on disk"])
 def test_kills_and_a_stop_leave_a_run_that_goes_on_bitwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two ranks die by SIGKILL; the launcher starts them again; SIGTERM saves; other processes run the rest."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     steps, run = 4000, tmp_path / "killed"
-    config = small_job(tmp_path, steps, restarts=2, schedule="constant")
+    plan = offloaded(tmp_path / "state") if offload else {}
+    config = small_job(tmp_path, steps, restarts=2, schedule="constant", **plan)
     with Killer(run, 2, random.Random(3), then=lambda: os.kill(os.getpid(), signal.SIGTERM)) as killer:
         outcome = launch.train(config, run)
     assert len(killer.killed) == 2
@@ -47,6 +49,7 @@ def test_kills_and_a_stop_leave_a_run_that_goes_on_bitwise(
     for folder in ("killed", "whole"):
         assert all(end.finished for end in run_ranks(train_here, 2, rest, str(tmp_path / folder)))
     assert differences(tmp_path / "whole", run) == []
+    assert list((tmp_path / "state").glob("*")) == []  # nothing of what was offloaded is left
 
 
 PLANTED = """
