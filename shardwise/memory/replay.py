@@ -99,9 +99,10 @@ class Block:
     def __call__(self, *args: Any, **named: Any) -> Any:
         if self.plain or not torch.is_grad_enabled():
             return self.call(*args, **named)
-        if named.get("past_key_values") is not None:
-            # Hugging Face's cache of keys and values, which training has no use for, would take them twice.
-            named["past_key_values"] = None
+        # Hugging Face's cache of keys and values, by whatever name: training has no use for it, and
+        # it would take them twice.
+        args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+        named = {name: None if hasattr(value, "get_seq_length") else value for name, value in named.items()}
         leaves, structure = tree_flatten((args, named))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places and not self.trains:

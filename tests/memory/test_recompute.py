@@ -13,6 +13,7 @@ from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
 from shardwise.verify import Report, verify
 from tests.pool import run_ranks
+from tests.tensor_parallel.test_huggingface_tensor import model_of
 
 VOCABULARY = 19
 
@@ -160,3 +161,18 @@ def test_running_statistics_change_once() -> None:
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
+
+
+def test_hugging_faces_cache_of_keys_takes_them_once() -> None:
+    found = []
+    for how in ("none", "full", "selective"):
+        model = model_of("Llama", {"num_key_value_heads": 2})
+        model.config.use_cache = True
+        parallel = parallelize(model, Plan(recompute=how), optimizer=SGD(lr=0.1))
+        tokens = torch.arange(18).view(2, 9)
+        for _ in range(3):
+            parallel.step(({"input_ids": tokens}, tokens.roll(-1, 1)))
+        found.append(parallel.full_parameters())
+    for name, value in found[0].items():
+        assert torch.allclose(value, found[1][name], atol=1e-5), name
+        assert torch.allclose(value, found[2][name], atol=1e-5), name
