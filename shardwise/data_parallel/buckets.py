@@ -550,6 +550,7 @@ class Buckets:
         self.puts_off = puts_off
         self.spent = False  # the gradients have been used: the next backward begins anew
         self._learning = True
+        self._late: set[int] = set()  # buckets that got gradients after their sum had begun
         self._last_backward = False
         self._last_weights = False
         self._next = 0
@@ -606,6 +607,9 @@ class Buckets:
             return
         slot.landed += 1
         index, bucket = self._home[slot.name]
+        if index < self._next and self._summing_early:
+            self._late.add(index)
+            return
         if index < self._next:
             raise RuntimeError(
                 f"parameter {slot.name!r} got a gradient after its sum over ranks had begun: it is used more often in "
@@ -613,7 +617,7 @@ class Buckets:
                 "overlap=False)"
             )
         bucket.waiting -= 1
-        if not self._learning:
+        if not self._learning or self._summing_early:
             while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
                 self._launch(self._next)
 
@@ -623,7 +627,7 @@ class Buckets:
         """Find memory for all gradients of a slot's bucket: its buffer of the pool, or, where another bucket's may
         still be there when the sums' turn comes, memory of its own."""
         index, bucket = self._home[slot.name]
-        if self.puts_off or index - len(self._pool) >= self._next:
+        if self.puts_off or index < self._next or index - len(self._pool) >= self._next:
             flat = torch.empty(bucket.numel, dtype=bucket.precision.master, device=bucket.device)
             self._private[index] = flat
         else:
@@ -640,7 +644,7 @@ class Buckets:
             self._busy[place] = None
         return self._pool[place]
 
-    def _launch(self, index: int) -> None:
+    def _launch(self, index: int, again: bool = False) -> None:
         bucket = self.buckets[index]
         self._next = index + 1
         for entry in bucket.entries:
@@ -652,9 +656,11 @@ class Buckets:
                 else bucket.reducer.all_reduce(bucket.landing)
             )
             return
-        flat = self._buffer(index) if index in self._private else self._pool[index % len(self._pool)]
+        flat = self._buffer(index) if again or index in self._private else self._pool[index % len(self._pool)]
         if index in self._private:
             flat.tensor[: bucket.numel].copy_(self._private.pop(index))
+        elif again:  # other ranks have more to add
+            flat.tensor[: bucket.numel].zero_()
         flat.tensor[bucket.used : bucket.numel].zero_()
         for entry in bucket.entries:
             entry.slot.view = None
@@ -667,6 +673,8 @@ class Buckets:
         next."""
         while self._next < len(self.buckets):
             self._launch(self._next)
+        if self._summing_early:
+            self._launch_late()
         if self._learning and overlap and not (self.every_microbatch and self.puts_off):
             for _, entry in self:
                 entry.slot.expected = entry.slot.landed
@@ -675,6 +683,23 @@ class Buckets:
             self._begin_pass()
         if self._brings and self.buckets:
             self.buckets[0].shelves.prefetch("optimizer", "master")
+
+    @property
+    def _summing_early(self) -> bool:
+        """Whether a bucket whose parameters have all had a gradient is summed before it is known how many they get, for
+        there is no room for all; what comes later is summed again."""
+        return self._learning and self.every_microbatch and not self.puts_off
+
+    def _launch_late(self) -> None:
+        """Sum once more the buckets that on any rank got gradients after their sum had begun."""
+        if not self.buckets:
+            return
+        late = torch.zeros(len(self.buckets), dtype=torch.int32, device=self.buckets[0].device)
+        late[sorted(self._late)] = 1
+        self._late.clear()
+        collectives.all_reduce(late, self.reducer.axis, "max")
+        for index in late.nonzero().flatten().tolist():
+            self._launch(index, again=True)
 
     def wait(self) -> None:
         """Wait for the sums."""
