@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.data_parallel.reducer import Reducer
+from shardwise.loss import Loss
 from shardwise.mesh import Mesh
 from shardwise.optimizers import Adafactor, AdamW, AdamW8bit, Muon
 from shardwise.parallel import Parallel
@@ -17,6 +18,7 @@ from shardwise.training import storage
 from shardwise.training.checkpoints import Checkpoints, find
 from shardwise.training.config import CheckpointConfig
 from shardwise.training.ranks import Ranks
+from shardwise.verify import verify
 from tests.pool import run_ranks
 from tests.small_models import build, make_batches
 
@@ -123,6 +125,60 @@ def test_a_checkpoint_loads_into_any_division(before: dict[str, Any], after: dic
         for name, value in reached.items():
             torch.testing.assert_close(value, end[name], rtol=1e-9, atol=1e-12)
         assert set(start) == set(end)
+
+
+class Again(nn.Module):
+    """Layers that are called once, twice and three times, in an order in which a bucket fills before its last
+    gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 3, 1, 2, 3, 1, 3):
+            x = x + torch.tanh(self.layers[number](x))
+        return x
+
+
+def called_again(plan: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the layers' gradients are right."""
+    torch.manual_seed(4)
+    model = Again().double()
+    batches = [(torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)) for _ in range(3)]
+    loss = Loss(lambda output, targets: (output - targets).square().sum(), lambda targets: torch.tensor(len(targets)))
+    report = verify(model, Plan(**plan, precision="fp64"), batches, loss=loss, optimizer=AdamW(lr=1e-2), bucket_bytes=1)
+    return report.agrees, report.describe()
+
+
+@pytest.mark.parametrize("plan", [{"zero": 2}, {"zero": 3}, {"zero": 2, "microbatches": 2}], ids=str)
+def test_gradients_that_come_after_their_buckets_sum_are_summed_again(plan: dict[str, Any]) -> None:
+    for agrees, said in run_ranks(called_again, 2, {"shard": 2, **plan}):
+        assert agrees, said
+
+
+def first_step() -> tuple[int, int]:
+    """The most buckets whose whole gradients were held beside the buffers in a first step, and how many there are."""
+    parallel = make({"shard": 2, "zero": 2})
+    buckets = parallel.chunks[0].buckets
+    held = [0]
+    find = buckets._open
+
+    def opened(slot: Any) -> None:
+        find(slot)
+        held.append(len(buckets._private))
+
+    for _, entry in buckets:
+        entry.slot.find = opened
+    steps(parallel, 0, 1)
+    parallel.close()
+    return max(held), len(buckets.buckets)
+
+
+def test_a_first_step_holds_whole_gradients_only_while_they_land() -> None:
+    for held, count in run_ranks(first_step, 2):
+        assert count > 4
+        assert held <= 2
 
 
 def move(plan: dict[str, Any], source: str, target: str) -> None:
