@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk, Owner
-from shardwise.data_parallel.buckets import BUCKET_BYTES, Buckets, Entry
+from shardwise.data_parallel.bucket import Entry
+from shardwise.data_parallel.buckets import BUCKET_BYTES, Buckets
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.data_parallel.units import UNIT
 from shardwise.given import facts_of, refuse_batch_statistics

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk
-from shardwise.data_parallel.buckets import Bucket, Buckets, Entry
+from shardwise.data_parallel.bucket import Bucket, Entry
+from shardwise.data_parallel.buckets import Buckets
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.layout import Layout, Place
 from shardwise.memory.offload import Traffic

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data_parallel.buckets import Bucket, Buckets
+from shardwise.data_parallel.bucket import Bucket
+from shardwise.data_parallel.buckets import Buckets
 from shardwise.head import before_backward
 
 # Set on a module by `parallelize`: the number of the unit whose parameters it needs.

@@ -1,0 +1,479 @@
+"""A bucket: parameters that are stored, summed and updated together, and this rank's fragment of them."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise import collectives
+from shardwise.collectives import sum_of_squares
+from shardwise.data_parallel.reducer import Flat, Pending, Reducer
+from shardwise.gradient import Slot
+from shardwise.layout import Layout, Place, share
+from shardwise.memory.offload import Shelves, Tier, standing_in
+from shardwise.memory.precision import Precision
+from shardwise.memory.rounding import round_into
+from shardwise.mesh import Axis
+from shardwise.optimizers.optimizer import Fragment, Optimizer, Packed, override_of
+from shardwise.pieces import Away, Pieces, pieces_of
+
+# What an update needs of a bucket, of what may live elsewhere.
+KINDS = ("parameters", "master", "gradients", "optimizer")
+
+
+@dataclass
+class Entry:
+    """One trainable parameter of a chunk.
+
+    Args:
+        name: its canonical name in the whole model.
+        layout: where its pieces live.
+        shape: of this rank's piece.
+        decay: whether weight decay applies.
+        direct: whether the module that owns it writes its gradient itself (`shardwise.gradient.is_direct`).
+        counted: whether this rank counts it in the gradient norm (one of the ranks that hold the same piece does).
+        unit: which unit of the chunk it is gathered with at ZeRO stage 3; -1 with the whole chunk.
+        block: the number of its own loss scale, where every residual block has one.
+        extra: names further sums that its gradient must go through, for a parameter whose gradient is partial elsewhere
+            too.
+    """
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    decay: bool
+    direct: bool
+    counted: bool = True
+    unit: int = -1
+    block: int = 0
+    extra: str = ""
+    value: Tensor = field(default_factory=lambda: torch.empty(0))  # the view into the bucket's first values
+    slot: Slot = field(init=False)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Scale(NamedTuple):
+    """What an update multiplies gradients by: the clipping factor, over the factor their loss was multiplied by.
+
+    Where every block has a factor of its own, `blocks` has them, None for one that is left out of this update.
+    """
+
+    clip: float = 1.0
+    loss: float = 1.0
+    blocks: tuple[float | None, ...] = ()
+
+
+class Bucket:
+    """Parameters that are stored, summed and updated together.
+
+    Attributes:
+        values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory
+        unless gathered. Where the ranks of the zero axis share memory it holds one copy for all of them, of which each
+        updates its fragment: nothing is gathered.
+        stored: what is kept of them between steps: `values`, or, where stage 3 gathers them, `own`.
+        source: the version of `stored` that stage 3 gathers.
+        own: this rank's fragment of them.
+        master: the fragment that the optimizer updates: `own` itself, or, in mixed precision, its copy in the master
+        format.
+        own_gradient: the fragment of the summed gradients.
+    """
+
+    def __init__(
+        self,
+        entries: list[Entry],
+        stage: int,
+        precision: Precision,
+        device: torch.device,
+        reducer: Reducer,
+        further: Sequence[Axis],
+        optimizer: Optimizer | None,
+        tiers: dict[str, Tier],
+        seed: int,
+    ) -> None:
+        # Those that the optimizer treats alike side by side.
+        self.entries = sorted(entries, key=lambda entry: _treatment(entry, optimizer)) if optimizer else entries
+        self.counted = entries[0].counted
+        self.unit = entries[0].unit
+        self.block = entries[0].block
+        self.stage = stage
+        self.reducer = reducer
+        self.further = further
+        self.offsets: dict[str, int] = {}
+        offset = 0
+        for entry in self.entries:
+            self.offsets[entry.name] = offset
+            offset += entry.numel
+        self.used = offset
+        parts = reducer.zero.size if stage else 1
+        length = -(-offset // parts)
+        self.numel = length * parts
+        self.start = (reducer.zero.rank if stage else 0) * length
+        self.stop = self.start + length
+        self.precision = precision
+        self.seed = seed
+        self.device = device
+        self.fragments: list[Fragment] = []
+        self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
+        self._members: list[set[str]] = []  # the names of each fragment's parameters
+        self._unpacked: dict[int, dict[str, Tensor]] = {}  # by fragment, moments of an optimizer that packs its state
+        self.shelves = Shelves(tiers)
+        away = stage == 3 and self.shelves.put("parameters", [_like(length, precision.compute)], self._take_own)
+        self.common = bool(stage) and not away and reducer.link is not None
+        self.gathers = stage == 3 and not self.common
+        if self.gathers:
+            self.values = torch.empty(self.numel, dtype=precision.compute, device=device)
+        if not away:
+            self._store_in(self.allocate())
+            self.source = self.stored
+        if not precision.mixed:
+            self.master = self.own
+        elif not self.shelves.put("master", [_like(length, precision.master)], self._take_master):
+            self.master = torch.zeros(length, dtype=precision.master, device=device)
+        self.landing: Flat | None = reducer.allocate(self.numel, precision.master, device) if stage < 2 else None
+        if self.landing is not None:
+            self.own_gradient = self.landing.tensor[self.start : self.stop]
+        elif not self.shelves.put("gradients", [_like(length, precision.master)], self._take_gradient):
+            self.own_gradient = torch.zeros(length, dtype=precision.master, device=device)
+        for entry in self.entries:
+            entry.value = self.view(self.values, entry)
+        if self.gathers:
+            self.values.untyped_storage().resize_(0)
+        self.users = 0  # who needs the whole values now
+        self.there = False  # whether values that are gathered are, or will be once what is on its way has come
+        self._coming: Pending | None = None
+        self.waiting = 0  # contributions that have yet to land
+        self.pending: Pending | None = None
+        self.scale = 1.0  # by which the last update clipped the gradient
+
+    def allocate(self) -> Flat:
+        """Memory for a version of `stored`. Collective over the gradient axis from stage 1 on."""
+        dtype = self.precision.compute
+        if not self.stage:
+            return Flat(torch.zeros(self.numel, dtype=dtype, device=self.device), None)
+        if self.common:
+            return Flat(self.reducer.allocate_common(self.numel, dtype), None)
+        return self.reducer.allocate(self.stop - self.start if self.gathers else self.numel, dtype, self.device)
+
+    def _store_in(self, stored: Flat) -> None:
+        self.stored = stored
+        if not self.gathers:
+            self.values = stored.tensor
+        self.own = stored.tensor if self.gathers else self.values[self.start : self.stop]
+
+    def move(self, stored: Flat, updated: bool) -> None:
+        """Keep the values in other memory from now on, the newest weight version's.
+
+        Args:
+            updated: whether an update, and what follows it on all ranks, writes what this rank does not update itself.
+        """
+        before, own = self.stored, self.own
+        self._store_in(stored)
+        if not (updated or self.common):
+            self.stored.tensor.copy_(before.tensor)
+        elif not (updated and self.precision.mixed):
+            self.own.copy_(own)
+        if not self.precision.mixed:
+            self.master = self.own
+
+    def view(self, flat: Tensor, entry: Entry) -> Tensor:
+        """The part of a flat tensor as long as this bucket that belongs to `entry`, in its shape."""
+        start = self.offsets[entry.name]
+        return flat[start : start + entry.numel].view(entry.shape)
+
+    def overlap(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of elements `start` to `stop` that lies in this rank's fragment; empty ranges lie at `start`."""
+        low, high = max(start, self.start), min(stop, self.stop)
+        return (low, high) if low < high else (start, start)
+
+    def make_fragments(self, optimizer: Optimizer) -> None:
+        """Divide the rank's fragment into what the optimizer treats one by one: parameters, or, if it is elementwise,
+        runs of parameters that it treats alike."""
+        members = [[entry] for entry in self.entries]
+        if optimizer.elementwise:
+            runs = itertools.groupby(self.entries, lambda entry: _treatment(entry, optimizer))
+            members = [list(run) for _, run in runs]
+        for run in members:
+            entry, alone = run[0], not optimizer.elementwise
+            first, numel = self.offsets[entry.name], sum(other.numel for other in run)
+            low, high = self.overlap(first, first + numel)
+            span = (low - self.start, high - self.start) if low < high else (0, 0)
+            override = override_of(optimizer.overrides, entry.name)
+            fragment = Fragment(
+                name=entry.name if alone else "",
+                shape=entry.shape if alone else (numel,),
+                start=low - first,
+                stop=high - first,
+                parameter=self._updated(span),
+                gradient=self.own_gradient[slice(*span)],
+                decay=entry.decay,
+                split=next((split.dim for split in entry.layout.splits), None) if alone else None,
+                global_shape=entry.layout.shape if alone else (numel,),
+                lr_scale=override.lr_scale,
+                weight_decay=override.weight_decay,
+            )
+            self.fragments.append(fragment)
+            self._spans.append(span)
+            self._members.append({other.name for other in run})
+        self.shelves.put_states(self.fragments, optimizer, self.device)
+
+    def _updated(self, span: tuple[int, int]) -> Tensor:
+        """What an update changes of a fragment's parameters; without values where it is there only then."""
+        if self.precision.rounds:
+            return _like(span[1] - span[0], self.precision.master)
+        return self.master[slice(*span)]
+
+    @contextlib.contextmanager
+    def ready(self, step: int, splits: Mapping[str, Place]) -> Iterator[list[Fragment]]:
+        """The fragments, for an update inside, in the memory that their state is in; afterwards the values are the new
+        ones."""
+        with self.shelves.here(*KINDS):
+            masters = self.own.to(self.precision.master) if self.precision.rounds else self.master
+            with self.shelves.beside(masters, self.own_gradient) as (parameters, gradients):
+                for fragment, span in zip(self.fragments, self._spans, strict=True):
+                    fragment.parameter, fragment.gradient = parameters[slice(*span)], gradients[slice(*span)]
+                yield self.fragments
+            if self.precision.rounds:
+                self._round(masters, step, splits)
+            self.store()
+        self._let_go()
+
+    def _round(self, updated: Tensor, step: int, splits: Mapping[str, Place]) -> None:
+        for entry in self.entries:
+            first = self.offsets[entry.name]
+            low, high = self.overlap(first, first + entry.numel)
+            part = slice(low - self.start, high - self.start)
+            if low < high:
+                own, values = self.own[part], updated[part]
+                round_into(own, values, entry.name, entry.layout, splits, low - first, self.seed, step)
+
+    def _let_go(self) -> None:
+        """What is not there is referred to by nobody, so that its memory is free."""
+        for fragment, span in zip(self.fragments, self._spans, strict=True):
+            fragment.parameter, fragment.gradient = self._updated(span), self.own_gradient[slice(*span)]
+
+    def _take_own(self, tensors: list[Tensor]) -> None:
+        (self.own,) = tensors
+        self.stored = self.source = Flat(self.own, None)
+        if not self.precision.mixed:
+            self.master = self.own
+
+    def _take_master(self, tensors: list[Tensor]) -> None:
+        (self.master,) = tensors
+
+    def _take_gradient(self, tensors: list[Tensor]) -> None:
+        (self.own_gradient,) = tensors
+
+    def squares(self) -> float:
+        """This rank's part of the squared norm of the summed gradients; the parts of the gradient axis add up to it."""
+        if not self.counted:
+            return 0.0
+        between = self.reducer.replicas if self.stage else self.reducer.axis
+        with self.shelves.here("gradients", changed=False):
+            return sum_of_squares(
+                self.own_gradient[slice(*share(self.own_gradient.numel(), between.rank, between.size))]
+            )
+
+    def faulty(self) -> list[str]:
+        """The parameters whose summed gradient is not finite in this rank's part of it."""
+        if math.isfinite(self.squares()):
+            return []
+        found = []
+        with self.shelves.here("gradients", changed=False):
+            for entry in self.entries:
+                low, high = self.overlap(self.offsets[entry.name], self.offsets[entry.name] + entry.numel)
+                if not bool(self.own_gradient[low - self.start : high - self.start].isfinite().all()):
+                    found.append(entry.name)
+        return found
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held between steps, by kind."""
+        found = {
+            "parameters": [self.values if self.stage < 3 else self.own],
+            "gradients": [self.landing.tensor if self.landing is not None else self.own_gradient],
+            "optimizer": [moment for fragment in self.fragments for moment in fragment.state.values()],
+        }
+        found["optimizer"] += [self.master] if self.precision.mixed else []
+        # What is on disk is not held.
+        return {kind: sum(held.nbytes for held in tensors if not held.is_meta) for kind, tensors in found.items()}
+
+    # Values at stage 3
+
+    def gather_from(self, source: Flat) -> None:
+        """Gather another version from now on."""
+        if source is not self.source:
+            self.forget()
+            self.source = source
+
+    def prefetch(self) -> None:
+        """Begin to make the whole values be there; they stay until `release` or `forget`."""
+        if self.gathers and not self.there:
+            self._make_room()
+            with self.shelves.here("parameters", changed=False):
+                # Through .data: what autograd has saved sees the same values again, so it need not know.
+                self._coming = self.reducer.gather(self.source, self.values.data)
+
+    def acquire(self, fill: bool = True) -> None:
+        """Make the whole values be there until `release`."""
+        self.users += 1
+        if not self.gathers:
+            return
+        if fill:
+            self.prefetch()
+        elif not self.there:
+            self._make_room()
+            self.values.zero_()
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+
+    def release(self, keep: bool = False) -> None:
+        """One user fewer; without any the memory is given back, unless it is to be kept for the next."""
+        self.users -= 1
+        if not keep:
+            self.forget()
+
+    def forget(self) -> None:
+        """Give the memory of gathered values back if nobody uses them: they are old, or memory is short."""
+        if not self.there or self.users:
+            return
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        self.values.untyped_storage().resize_(0)
+        self.there = False
+
+    def _make_room(self) -> None:
+        self.there = True
+        storage = self.values.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.numel * self.values.element_size())
+
+    def begin_values(self) -> Tensor:
+        """Memory for the first values of all parameters, (N,), in the master format; to be filled and given to
+        `keep_values`."""
+        return (
+            torch.zeros(self.numel, dtype=self.precision.master, device=self.device)
+            if self.precision.converts
+            else self.values
+        )
+
+    def keep_values(self, whole: Tensor) -> None:
+        """Take this rank's part of the first values."""
+        if self.precision.converts:
+            self.values.copy_(whole)
+        if self.stage == 3 or self.precision.mixed:
+            with self.shelves.here("parameters", "master"):
+                self.master.copy_(whole[self.start : self.stop])
+                self.store()
+
+    def store(self) -> None:
+        """Take over the masters after an update, or after they were loaded."""
+        if self.precision.mixed:
+            with self.shelves.here("parameters", "master"):
+                self.own.copy_(self.master)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """All ranks' fragments `own` of something as long as this bucket. Collective over the zero axis."""
+        if not self.stage:
+            return own
+        found = torch.empty(self.numel, dtype=own.dtype, device=own.device)
+        collectives.all_gather(own, found, self.reducer.zero)
+        return found
+
+    # State by name
+
+    def value_pieces(self, entry: Entry, values: Tensor, places: dict[str, Place]) -> Pieces | Tensor:
+        """One parameter's values for a checkpoint; a view in its shape where this rank holds all of it."""
+        first = self.offsets[entry.name]
+        if self.stage < 3 and not self.precision.mixed:
+            low, high = first, first + entry.numel
+            own = values[low:high]
+        else:
+            low, high = self.overlap(first, first + entry.numel)
+
+            def of(master: Tensor) -> Pieces:
+                part = master[low - self.start : high - self.start] if low < high else master[:0]
+                return pieces_of(entry.layout, places, part, low - first, high - first)
+
+            if self.master.is_meta:
+                return self._away(of, "master" if self.precision.mixed else "parameters", 0)
+            own = self.master[low - self.start : high - self.start] if low < high else self.master[:0]
+        if own.numel() == entry.numel and not entry.layout.splits:
+            return own.view(entry.shape)
+        return pieces_of(entry.layout, places, own, low - first, high - first)
+
+    def moment_pieces(self, entry: Entry, optimizer: Optimizer, places: dict[str, Place]) -> dict[str, Pieces | Tensor]:
+        """One parameter's optimizer state for a checkpoint, by moment. After loading in place `take_moments` is due."""
+        first = self.offsets[entry.name]
+        low, high = self.overlap(first, first + entry.numel)
+        number = next(index for index, names in enumerate(self._members) if entry.name in names)
+        fragment, span = self.fragments[number], self._spans[number]
+        moments = fragment.state
+        if isinstance(optimizer, Packed):
+            if number not in self._unpacked:
+                with self.shelves.here("optimizer", changed=False):
+                    near = self.device if self.shelves.of("optimizer") is None else torch.device("cpu")
+                    self._unpacked[number] = optimizer.moments(standing_in(fragment, near))
+            moments = self._unpacked[number]
+        begin = low - self.start - span[0] if low < high else 0
+        origin = sum(len(other.state) for other in self.fragments[:number])
+        found: dict[str, Pieces | Tensor] = {}
+        for index, (name, moment) in enumerate(moments.items()):
+            kept = optimizer.factored.get(name)
+
+            def of(moment: Tensor, kept: tuple[int, ...] | None = kept) -> Pieces:
+                if kept is not None:
+                    return pieces_of(_reduced(entry.layout, kept), places, moment.reshape(-1), 0, moment.numel())
+                return pieces_of(entry.layout, places, moment[begin : begin + (high - low)], low - first, high - first)
+
+            if moment.is_meta:
+                found[name] = self._away(of, "optimizer", origin + index)
+            elif kept is None and high - low == entry.numel and not entry.layout.splits:
+                found[name] = moment[begin : begin + (high - low)].view(entry.shape)
+            else:
+                found[name] = of(moment)
+        return found
+
+    def _away(self, of: Callable[[Tensor], Pieces], kind: str, index: int) -> Pieces:
+        """Pieces of a tensor on a shelf, brought when they are asked for."""
+        shelf = self.shelves.of(kind)
+        assert shelf is not None
+        return Away.of(of(shelf.away[index]), lambda: of(shelf.peek(index)))
+
+    def begin_state(self) -> None:
+        """`moment_pieces` is about to be called anew: state that is kept packed has changed since."""
+        self._unpacked.clear()
+
+    def take_moments(self, optimizer: Optimizer) -> None:
+        """Take what was loaded in place into what `moment_pieces` gave."""
+        if isinstance(optimizer, Packed):
+            with self.shelves.here("optimizer"):
+                for number, moments in self._unpacked.items():
+                    optimizer.pack(self.fragments[number], moments)
+        self._unpacked.clear()
+
+
+def _treatment(entry: Entry, optimizer: Optimizer) -> tuple[bool, float, float]:
+    """What two parameters must have in common to be updated in one run, in the order in which a bucket holds them."""
+    override = override_of(optimizer.overrides, entry.name)
+    return not entry.decay, override.lr_scale, -1.0 if override.weight_decay is None else override.weight_decay
+
+
+def _like(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(length, dtype=dtype, device="meta")
+
+
+def _reduced(layout: Layout, kept: tuple[int, ...]) -> Layout:
+    """The layout of a statistic that keeps some of a parameter's dimensions."""
+    splits = tuple(
+        type(split)(split.axis, kept.index(split.dim), split.sections) for split in layout.splits if split.dim in kept
+    )
+    return Layout(tuple(layout.shape[dim] for dim in kept), splits)
