@@ -276,8 +276,8 @@ class Buckets:
                 taken = [bucket for bucket in self.buckets if scale.blocks[bucket.block] is not None]
                 groups = [list(run) for _, run in itertools.groupby(taken, lambda bucket: bucket.block)]
                 groups = [[bucket] for bucket in taken] if self._brings else groups
-            for group, following in zip(groups, [*groups[1:], []], strict=True):
-                for bucket in following:
+            for number, group in enumerate(groups):
+                for bucket in itertools.chain(*groups[number + 1 : number + 2]):
                     bucket.shelves.prefetch(*KINDS)
                 of_loss = (scale.blocks[group[0].block] or 1.0) if scale.blocks else scale.loss
                 with contextlib.ExitStack() as stack:
