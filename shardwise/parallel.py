@@ -535,6 +535,7 @@ class Parallel:
         restore(state)
         self._runner.losses.clear()
         for chunk in self.chunks:
+            chunk.buckets.wait()  # sums under way would add to what begins
             chunk.buckets.begin()
         for buckets in self._assembly.shared:
             buckets.begin()

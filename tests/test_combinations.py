@@ -5,6 +5,7 @@ import tempfile
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> R
             clip=job["clip"],
             bucket_bytes=job["bucket_bytes"],
             overlap=job["overlap"],
+            example=make_batches([8], 2, documents=False)[0],
         )
 
 
@@ -53,7 +55,14 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
         return draw(st.sampled_from(values))
 
     schedule, chunks = one(
-        ("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zbv", 2), ("pipedream", 1), ("pipedream-2bw", 1)
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("zb-h1", 1),
+        ("auto", 1),
+        ("interleaved", 2),
+        ("zbv", 2),
+        ("pipedream", 1),
+        ("pipedream-2bw", 1),
     )
     plan: dict[str, Any] = {
         "pipeline": one(1, 1, 2, 3),
@@ -119,4 +128,33 @@ def _built(value: str | float) -> bool:
 def test_random_plans_of_all_keys_equal_one_device(job: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> None:
     plan, model, settings_of_job = job
     reports = run_ranks(check, Plan(**plan).num_ranks, plan, model, settings_of_job)
+    assert all(report.agrees for report in reports), reports[0].describe()
+
+
+SMALL = {"layers": 3, "hidden": 24, "heads": 3, "intermediate": 20, "sequence": 16}
+JOB = {
+    "optimizer": "adamw",
+    "clip": 1.0,
+    "lengths": [7, 9],
+    "documents": False,
+    "bucket_bytes": 600,
+    "overlap": True,
+    "apart": False,
+    "more": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        # Measuring costs leaves no gradient behind.
+        ({"pipeline": 2, "shard": 2, "zero": 2, "schedule": "auto", "microbatches": 2}, {"family": "llama"}),
+        # A stage whose parameters are all held by another one too.
+        ({"pipeline": 2, "cut": (0, 3), "offload": {"optimizer": DISK}}, {"family": "llama", "tied": True}),
+    ],
+    ids=str,
+)
+def test_what_once_was_wrong_equals_one_device(plan: dict[str, Any], model: dict[str, Any]) -> None:
+    full = {"precision": "fp64", **plan}
+    reports = run_ranks(check, Plan(**full).num_ranks, full, {**SMALL, **model}, JOB)
     assert all(report.agrees for report in reports), reports[0].describe()
