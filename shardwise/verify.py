@@ -381,9 +381,9 @@ class _Reference:
         self.follows, self.last, self.norm = True, own, norm
 
     def adopt(self, parameters: dict[str, Tensor]) -> None:
-        """Go on from other parameters."""
+        """Go on from other parameters, the frozen ones too: those are rounded once, in the plan's precision."""
         with torch.no_grad():
-            for name, parameter in self.trained.items():
+            for name, parameter in self.named.items():
                 parameter.copy_(parameters[name])
 
     def gradients(self) -> dict[str, Tensor]:

@@ -257,6 +257,24 @@ def test_a_users_model_is_verified_with_its_values_and_left_alone() -> None:
     assert run_ranks(users, 2) == [(True, True, True)] * 2
 
 
+def half_frozen() -> Report:
+    model = user_models.make("plain")
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    matrices[0].requires_grad_(False)
+    return verify(
+        model,
+        Plan(precision="bf16"),
+        user_models.batches(2, 5),
+        loss=user_models.squares,
+        optimizer=SGD(lr=0.1),
+    )
+
+
+def test_frozen_values_rounded_to_16_bits_are_no_difference() -> None:
+    report = half_frozen()
+    assert report.agrees, report.describe()
+
+
 # What is reported
 
 
