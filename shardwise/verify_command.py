@@ -55,6 +55,11 @@ def run(request: Request) -> Report:
     config = request.config
     if request.plant and request.plant not in FAULTS:
         raise ValueError(f"--plant {request.plant}: there is no such fault; choose one of {', '.join(FAULTS)}")
+    if request.plant == "skip-reduction" and config.plan.replicate * config.plan.shard * config.plan.context == 1:
+        raise ValueError(
+            "--plant skip-reduction: this plan adds up no gradients over ranks, so there is nothing to skip; "
+            "set plan.replicate or plan.shard above 1"
+        )
     work = partial(on_rank, request)
     place = placed()
     if place is None or place.num_ranks == 1:

@@ -208,6 +208,13 @@ def test_verify_names_the_parameter_that_differs(run) -> None:
     assert len(wrong.err.splitlines()) == 1
 
 
+def test_a_fault_with_nothing_to_act_on_is_refused(run) -> None:
+    said = run("verify", QUICKSTART, *SMALL, "plan.replicate=1", "--plant", "skip-reduction")
+    assert said.status == 2
+    assert said.err.startswith("error: --plant skip-reduction: ")
+    assert len(said.err.splitlines()) == 1
+
+
 def test_generate_says_what_is_missing(run, tmp_path: Path) -> None:
     said = run("generate", str(tmp_path))
     assert said.status == 2
