@@ -32,6 +32,7 @@ from shardwise.training.utilisation import measured_peak
 
 # Seconds that ranks wait for the slowest to write its part of a checkpoint; one that has died is noticed at once.
 DAY = 86400.0
+LOSS_SCALE = "loss_scale"  # its key in a checkpoint
 # Of `log.timeline`: steps before it begins, and how many it covers.
 WARM_UP_STEPS, RECORDED_STEPS = 3, 20
 
@@ -181,7 +182,8 @@ class Trainer:
         if facts["ranks"] == self.ranks.size:
             there = storage.metadata_of(path).state_dict_metadata
             rng = random_state.empty(there, self.ranks.rank)
-        storage.load({**self.parallel.state_dict(), **rng}, path, self.ranks, spare=(random_state.PREFIX,))
+        state = self._without_other_scale(dict(self.parallel.state_dict()), path)
+        storage.load({**state, **rng}, path, self.ranks, spare=(random_state.PREFIX, LOSS_SCALE))
         self.parallel.loaded()
         self.progress = Progress(**facts["progress"])
         if rng:
@@ -191,10 +193,18 @@ class Trainer:
             random_state.seed(self.train.seed, self.progress.step, self.parallel.data_rank)
         self.display.line(f"continuing {self.folder.path} from step {self.progress.step}")
 
+    def _without_other_scale(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
+        """The state to load: a loss scale only where the checkpoint has one of its kind; else it starts anew."""
+        found = storage.metadata_of(path).state_dict_metadata.get(LOSS_SCALE)
+        if LOSS_SCALE not in state or tuple(getattr(found, "size", ())) == tuple(state[LOSS_SCALE].shape):
+            return state
+        self.display.line(f"{path} has no loss scale of this kind: it starts anew")
+        return {key: value for key, value in state.items() if key != LOSS_SCALE}
+
     def _take_parameters(self, place: Path) -> None:
         path = find(place, self.display.warn, self.ranks)
         state = {key: value for key, value in self.parallel.state_dict().items() if key.startswith("model/")}
-        storage.load(state, path, self.ranks, spare=("optimizer/", "step", random_state.PREFIX))
+        storage.load(state, path, self.ranks, spare=("optimizer/", "step", random_state.PREFIX, LOSS_SCALE))
         self.parallel.loaded()
         self.display.line(f"starting from the parameters of {path}")
 

@@ -63,6 +63,26 @@ def test_a_run_in_fp16_loads_without_its_loss_scale(tmp_path: Path) -> None:
     assert generate.load(tmp_path / "run", device="cpu").step == 2
 
 
+def test_a_run_goes_on_in_another_precision_with_a_new_loss_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = changed(small_job(tmp_path, 1, 0, "constant", replicate=1), model={"dropout": 0.0})
+    said = []
+    for steps, plan in enumerate(
+        (
+            {"precision": "fp32"},
+            {"precision": "fp16"},
+            {"precision": "fp16", "loss_scaling": "per-block"},
+            {"precision": "fp32"},
+        ),
+        start=1,
+    ):
+        train(changed(config, plan=plan, train={"steps": steps}), str(tmp_path / "run"))
+        said.append("no loss scale of this kind: it starts anew" in "".join(capsys.readouterr()))
+    assert said == [False, True, True, False]
+    assert len(losses(tmp_path / "run")) == 4
+
+
 def test_text_streams_and_is_the_same_for_the_same_seed(
     trained: tuple[Config, Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:
