@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.initial import Initial
-    from shardwise.loss import Loss, cross_entropy
+    from shardwise.loss import Loss, cross_entropy, cross_entropy_with
     from shardwise.mesh import Mesh
     from shardwise.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon, Override
     from shardwise.parallel import Parallel, StepMetrics
@@ -38,6 +38,7 @@ __all__ = [
     "StepMetrics",
     "Trainer",
     "cross_entropy",
+    "cross_entropy_with",
     "parallelize",
     "verify",
 ]
@@ -60,6 +61,7 @@ _HOMES = {
     "StepMetrics": "parallel",
     "Trainer": "training.trainer",
     "cross_entropy": "loss",
+    "cross_entropy_with": "loss",
     "parallelize": "parallelize",
     "verify": "verify",
 }
@@ -79,6 +81,9 @@ class _Face(ModuleType):
         value = getattr(importlib.import_module(f"shardwise.{_HOMES[name]}"), name)
         setattr(self, name, value)
         return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
 
 
 sys.modules[__name__].__class__ = _Face

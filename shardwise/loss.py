@@ -137,5 +137,15 @@ least float32."""
 
 
 def as_loss(loss: Loss | Callable[[Any, Any], Tensor]) -> Loss:
-    """A `Loss`, or a plain function that sums over targets, as a `Loss`."""
+    """A `Loss`, or a plain function that sums over targets, as a `Loss`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(loss, Loss) and (isinstance(loss, type) or not callable(loss)):
+        what = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"loss is {what}, which cannot be called as one; give shardwise.cross_entropy_with(label_smoothing=..., "
+            "z_loss=...), a shardwise.Loss, or a function of (output, targets) that sums over targets"
+        )
     return loss if isinstance(loss, Loss) else Loss(loss)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise import __version__, cli
 from shardwise.config import Config
 from shardwise.problems import Problem
@@ -131,6 +132,16 @@ def test_every_command_has_help_with_examples(run, command: str) -> None:
 
 def test_version(run) -> None:
     assert run("--version").out == f"shardwise {__version__}\n"
+
+
+def test_the_package_is_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"shardwise {__version__}\n", "")
+
+
+def test_public_names_are_listed_before_they_are_used() -> None:
+    assert set(shardwise.__all__) <= set(dir(shardwise))
+    assert all(getattr(shardwise, name) is not None for name in shardwise.__all__)
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -1,12 +1,13 @@
 """Losses are sums over targets, divided once by how many there are."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.loss import IGNORED, Loss, as_loss, count_targets, cross_entropy, cross_entropy_with
+from shardwise.loss import IGNORED, CrossEntropy, Loss, as_loss, count_targets, cross_entropy, cross_entropy_with
 
 
 def sample(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +84,14 @@ def test_a_plain_function_is_a_loss() -> None:
     assert isinstance(loss, Loss)
     assert loss.sum(torch.ones(2), torch.zeros(2)).item() == 2.0
     assert as_loss(cross_entropy) is cross_entropy
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"), [(CrossEntropy(0.1), "a CrossEntropy"), (CrossEntropy, "the class"), (3.0, "a float")]
+)
+def test_what_is_no_loss_is_refused_with_what_to_give(loss: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=rf"^loss is {what}.*; give shardwise.cross_entropy_with\(.*$"):
+        as_loss(loss)
 
 
 @pytest.mark.parametrize(("terms", "line"), [((1.5, 0.0), "label_smoothing = 1.5"), ((0.0, -1.0), "z_loss = -1.0")])
