@@ -154,7 +154,9 @@ def _result(asked: _Asked) -> _Result:
         raise ValueError(f"--steps {asked.steps} is too few; draw at least 1")
     if asked.comm < 0:
         raise ValueError(f"--comm {asked.comm:g} is negative; give the time of a transfer")
-    recorded = None if asked.measured is None else load_timeline(asked.measured)
+    if asked.limit is not None and asked.limit < 1:
+        raise ValueError(f"--limit {asked.limit} holds no microbatch; give at least 1")
+    recorded = None if asked.measured is None else _recorded(asked.measured)
     plain = _build(asked, recorded)
     if recorded is not None:
         plain = _as_run(plain, recorded)
@@ -170,6 +172,13 @@ def _result(asked: _Asked) -> _Result:
         measured=step,
         comparison=compare(steady_timeline(plain, costs, unit), step) if step and asked.name != "auto" else None,
     )
+
+
+def _recorded(path: Path) -> Timeline:
+    try:
+        return load_timeline(path)
+    except ValueError as error:
+        raise ValueError(f"--measured {error}") from None
 
 
 def _as_run(schedule: Schedule, recorded: Timeline) -> Schedule:
@@ -234,6 +243,10 @@ def _parse_costs(text: str) -> tuple[Time, Time, Time]:
 def _check_format(path: Path) -> Path:
     if not path.name.endswith(_FORMATS):
         raise ValueError(f"--out {path}: unknown format; use one of {', '.join(_FORMATS)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {path.parent}; make it, or name one that exists")
+    if path.is_dir():
+        raise ValueError(f"--out {path}: is a folder; name a file in it")
     return path
 
 

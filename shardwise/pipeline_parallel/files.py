@@ -50,8 +50,10 @@ def load(path: str | Path) -> Schedule:
     path = Path(path)
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ScheduleError(f"{path}: cannot be read: {error.strerror}; give a schedule file that is there") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path}: is not text; give a schedule as .csv or .json") from None
     try:
         if path.suffix == ".json":
             schedule = from_json(json.loads(text))

@@ -127,9 +127,8 @@ class Timeline:
             )
             return cls(data["name"], data["source"], data["unit"], events, int(data.get("slices", 1)))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"not a timeline: {error!r}; write one with log.timeline=true or --out FILE.json"
-            ) from None
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"is no recorded timeline ({what}); {_RECORD}") from None
 
     @classmethod
     def merge(cls, parts: Iterable[Timeline]) -> Timeline:
@@ -146,14 +145,20 @@ def load_timeline(path: str | Path) -> Timeline:
     """
     try:
         data = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a timeline: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; {_RECORD}") from None
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"{path}: is no recorded timeline ({error}); {_RECORD}") from None
     if isinstance(data, dict) and "timeline" in data:
         data = data["timeline"]
     try:
         return Timeline.from_json(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+# What to do about a file that is none.
+_RECORD = "give the file that log.timeline=true or --out FILE.json wrote"
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,15 @@ def test_a_recorded_asynchronous_step_is_compared_in_steady_state(tmp_path: Path
         (("1f1b", "-p", "2", "-m", "2", "--comm", "-1"), "--comm -1 is negative"),
         (("1f1b", "-p", "2", "-m", "2", "--limit", "2"), "--limit goes with auto, not with 1f1b; leave it out"),
         (("gpipe", "-p", "2", "-m", "2", "--vertical-sync"), "--vertical-sync goes with pipedream, not with gpipe"),
-        (("auto", "-p", "2", "-m", "2", "--limit", "0"), "rank 0 may hold 0 but one microbatch takes 1"),
+        (("auto", "-p", "2", "-m", "2", "--limit", "0"), "--limit 0 holds no microbatch; give at least 1"),
         (("1f1b", "-p", "2", "-m", "2", "--out", "it.bmp"), "--out it.bmp: unknown format; use one of .png"),
-        (("1f1b", "-p", "2", "-m", "2", "--out", "/nowhere/it.csv"), "No such file or directory"),
-        (("nowhere.csv",), "nowhere.csv: cannot be read"),
-        (("1f1b", "-p", "2", "-m", "2", "--measured", "nowhere.json"), "nowhere.json: cannot be read as a timeline"),
+        (("1f1b", "-p", "2", "-m", "2", "--out", "/nowhere/it.csv"), "there is no folder /nowhere; make it"),
+        (("nowhere.csv",), "schedule: nowhere.csv: cannot be read: No such file or directory; give"),
+        (
+            ("1f1b", "-p", "2", "-m", "2", "--measured", "nowhere.json"),
+            "--measured nowhere.json: cannot be read: No such",
+        ),
+        (("1f1b", "-p", "2", "-m", "2", "--measured", __file__), "is no recorded timeline ("),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:

@@ -33,7 +33,7 @@ def test_what_is_no_timeline_is_one_line(tmp_path: Path) -> None:
             load_timeline(path)
         assert "\n" not in str(caught.value)
         assert str(caught.value).startswith(str(path))
-    with pytest.raises(ValueError, match="cannot be read as a timeline"):
+    with pytest.raises(ValueError, match="nowhere.json: cannot be read: No such file or directory; give"):
         load_timeline(tmp_path / "nowhere.json")
 
 
