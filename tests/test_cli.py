@@ -232,6 +232,14 @@ def test_generate_says_what_is_missing(run, tmp_path: Path) -> None:
     assert said.err.startswith(f"error: {tmp_path} holds no checkpoint; ")
 
 
+def test_generate_on_a_device_that_is_not_there_is_one_line(run, tmp_path: Path) -> None:
+    for device in ("cuda:77", "tpo"):
+        said = run("generate", str(tmp_path), "--device", device)
+        assert said.status == 2
+        assert said.err.startswith(f"error: device = {device}: there is none here; choose cpu")
+        assert len(said.err.splitlines()) == 1
+
+
 def test_schedule_is_a_command(run) -> None:
     said = run("schedule", "interleaved", "--stages", "4", "--chunks", "2", "--microbatches", "8")
     assert said.status == 0

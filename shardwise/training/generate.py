@@ -37,8 +37,9 @@ def load(run: str | Path, step: int | None = None, device: str = "auto") -> Trai
         device: "auto" takes the accelerator that torch finds.
 
     Raises:
-        ValueError: there is no such run or checkpoint, or it is damaged.
+        ValueError: there is no such device, run or checkpoint, or it is damaged.
     """
+    target = _device(device)
     place = Path(run)
     checkpoint = find(place, _warn, step=step)
     folder = place if (place / "config.toml").exists() else checkpoint.parent.parent
@@ -46,12 +47,22 @@ def load(run: str | Path, step: int | None = None, device: str = "auto") -> Trai
         raise CheckpointError(f"{place} is in no run folder: there is no {folder / 'config.toml'}; name the run folder")
     config = configuration.load(folder / "config.toml")
     words = tokenizer.from_folder(folder / "tokenizer")
-    target = default_device_type() if device == "auto" else device
     dtype = torch.float64 if config.plan.precision == "fp64" else torch.float32
     model = models.build(config.model, config.model.vocabulary or words.vocabulary, dtype=dtype)
     model.to_empty(device=target)
     load_parameters(model, checkpoint)
     return Trained(model.eval(), words, int(facts_of(checkpoint)["step"]))
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return default_device_type()
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch without it, and a machine without it
+        there = dict.fromkeys(("cpu", default_device_type()))
+        raise ValueError(f"device = {name}: there is none here; choose {' or '.join(there)}, or auto") from None
+    return name
 
 
 def load_parameters(model: torch.nn.Module, checkpoint: Path) -> None:
