@@ -55,7 +55,9 @@ class DiskFile:
                 left.unlink(missing_ok=True)
             self._file = _unnamed(folder)
         except OSError as error:
-            raise self._error(f"{error.strerror} ({folder.parent} must be there)", "name a folder on a disk") from None
+            there = folder.parent.is_dir()
+            what = f"it cannot be written ({error.strerror})" if there else f"there is no folder {folder.parent}"
+            raise self._error(what, f"{'' if there else 'make it, '}name a folder on a disk") from None
         self._free: dict[int, list[int]] = {}  # by size, offsets of ranges that were given back
 
     def take(self, num_bytes: int) -> int:

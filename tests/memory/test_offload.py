@@ -260,8 +260,15 @@ def test_a_full_disk_is_one_line_with_the_key_the_path_and_the_mend(
 
 
 def test_a_folder_without_a_parent_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match=r"plan.offload.master: .*/gone/state: No such file .*must be there.*"):
+    with pytest.raises(
+        OffloadError, match=r"plan.offload.master: .*/gone/state: there is no folder .*/gone; make it.*"
+    ):
         DiskFile(tmp_path / "gone" / "state", "master")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line() -> None:
+    with pytest.raises(OffloadError, match=r"plan.offload.master: /proc/x: it cannot be written .*; name a folder on"):
+        DiskFile(Path("/proc/x"), "master")
 
 
 def test_a_folder_that_vanishes_does_no_harm(tmp_path: Path) -> None:
