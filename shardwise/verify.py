@@ -26,6 +26,7 @@ from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Parallel, update_groups, version_table
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
+from shardwise.plan_values import Offload
 
 # Largest relative error by precision: rounding in float64; in float32 rounding grows through a few steps. In 16 bits an
 # element of a gradient is off by up to 0.07 of the largest (bf16, mostly 0.03) after cancellation over tokens: that is
@@ -194,7 +195,7 @@ def verify(
         tolerance = max(own, sent)
         tolerance = tolerance if follows or not rounds else max(tolerance, ASYNCHRONOUS_TOLERANCE)
     floor = FLOOR if follows or not rounds else 1.0
-    report = Report(_describe_plan(plan), tolerance, len(batches), update_tolerance=update_tolerance)
+    report = Report(describe_plan(plan), tolerance, len(batches), update_tolerance=update_tolerance)
     main = parallel.mesh.rank == 0
     reference = _Reference(reference_model, parallel, loss, optimizer, seed, clip, decay) if main else None
     if follows:
@@ -233,9 +234,16 @@ def verify(
     return found
 
 
-def _describe_plan(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
+    """What differs from the plan of one device, in one line."""
     changed = plan.diff(Plan())
-    return ", ".join(f"{name}={value[0]}" for name, value in changed.items()) or "one device"
+    return ", ".join(f"{name}={_describe_value(value[0])}" for name, value in changed.items()) or "one device"
+
+
+def _describe_value(value: Any) -> str:
+    if not isinstance(value, Offload):
+        return str(value)
+    return "{" + ", ".join(f"{kind}={place}" for kind, place in value.model_dump(exclude_none=True).items()) + "}"
 
 
 def _relative(value: float, expected: float) -> float:
