@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shardwise.memory.left import Left, Place
+
 # Notes something that a forward depends on beside its arguments; what it returns brings it back.
 Note = Callable[[], Callable[[], None]]
 
@@ -92,6 +94,7 @@ class Block:
         self.skipped: Part | None = None
         self.observer: Observer | None = None
         self.run: Run | None = None  # under way
+        self.left = Left(modules)
         self.trains = any(parameter.requires_grad for module in modules for parameter in module.parameters())
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
         self._looked = False
@@ -110,7 +113,9 @@ class Block:
         # Without an input that needs a gradient, something must carry it to the parameters.
         carried = [leaves[place] for place in places] or [torch.empty(0, requires_grad=True)]
         run = Run(self, leaves, structure, places)
-        return run.build(_Again.apply(run, *carried))  # type: ignore[no-untyped-call]
+        tensors = _Again.apply(run, *carried)  # type: ignore[no-untyped-call]
+        run.hand_out(tensors)
+        return run.build(tensors)
 
     @contextmanager
     def changing(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -140,8 +145,9 @@ class Run:
     def __init__(self, block: Block, leaves: list[Any], structure: TreeSpec, places: list[int]) -> None:
         self.block = block
         self.again = False  # whether this is the second run
+        self.left_again: list[tuple[Tensor, Tensor]] = []  # what is read of the modules, its gradient
         self.observer: Observer | None = None
-        self.kept: dict[Part, deque[tuple[Tensor, ...]]] = {part: deque() for part in block.kept}
+        self.kept: dict[Part, deque[_Kept]] = {part: deque() for part in block.kept}
         self.skipped = block.skipped
         self._leaves = leaves
         self._structure = structure
@@ -152,6 +158,8 @@ class Run:
         self._primed: set[Part] = set()  # parts that will hand out what another one's `prime` gave them
         self._results: list[Any] = []  # what the block returned, None in place of each tensor
         self._tensors: list[int] = []  # where the tensors are among them
+        self._left: dict[Place, Tensor] = {}  # on the modules
+        self._left_gradients: dict[Place, Tensor] = {}
 
     def forward(self) -> list[Tensor]:
         """Compute without a graph; the tensors of the result."""
@@ -160,8 +168,10 @@ class Run:
         inputs = [
             (leaf, leaf._version) for leaf in self._leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
         ]
-        with block.changing() as self._changed:
+        before = block.left.there()
+        with block.changing() as self._changed, _no_fast_path():
             values, self._returned = tree_flatten(self._compute())
+        self._left = block.left.since(before)
         if any(leaf._version != version for leaf, version in inputs):
             raise ValueError(
                 f"plan.recompute: {block.path!r} changes its input in place, so it cannot be computed again from it; "
@@ -169,6 +179,9 @@ class Run:
             )
         for place in self._places:
             self._leaves[place] = None
+        for several in self.kept.values():
+            for kept in several:
+                kept.forget_if_changed()
         self._tensors = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
         self._results = [None if isinstance(value, Tensor) else value for value in values]
         return [values[place] for place in self._tensors]
@@ -180,6 +193,13 @@ class Run:
         self.again = True
         observer = self.block.observer
         return self.second() if observer is None else observer.watch(self)
+
+    def hand_out(self, tensors: Sequence[Tensor]) -> None:
+        """Have what the block left on its modules be read with a graph: its gradient comes to this run."""
+        output = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if output is not None:
+            self.block.left.hand_out(self._left, output, self._left_gradients)
+        self._left = {}
 
     def inputs(self) -> list[Tensor]:
         """The inputs that need a gradient, in the second run."""
@@ -194,8 +214,16 @@ class Run:
         for buffer, old in self._changed:
             buffer.data.copy_(old)  # through .data: what others have saved of it stays valid
         self.observer = observer
-        with torch.enable_grad():
-            values, structure = tree_flatten(self._compute())
+        bring_back = self.block.left.aside()
+        try:
+            with torch.enable_grad():
+                values, structure = tree_flatten(self._compute())
+            again = self.block.left.there()
+        finally:
+            bring_back()
+        read = [(again.get(place), gradient) for place, gradient in self._left_gradients.items()]
+        # Of the first of several second runs, as the values are (`Measured.watch`).
+        self.left_again = self.left_again or [(t, grad) for t, grad in read if isinstance(t, Tensor)]
         for buffer, new in now:
             buffer.data.copy_(new)
         after()
@@ -220,7 +248,7 @@ class Run:
             if part not in self.kept:
                 return part.call(*args)
             value, kept = part.keep(*args)
-            self.kept[part].append(kept)
+            self.kept[part].append(_Kept(kept))
             return value
         if part is self.skipped:
             assert part.shape is not None
@@ -229,13 +257,25 @@ class Run:
         if part not in self.kept:
             return part.call(*args) if self.observer is None else self.observer.compute(part, args)
         if part.known is not None:
-            return part.known(self.kept[part].popleft(), *args)
+            tensors = self._take(part)
+            return part.call(*args) if tensors is None else part.known(tensors, *args)
         assert part.prime is not None
         if part not in self._primed:
-            part.prime([self.kept[other].popleft() for other in part.together], *args)
+            several = [self._take(other) for other in part.together]
+            whole = [tensors for tensors in several if tensors is not None]
+            if len(whole) == len(several):
+                part.prime(whole, *args)
             self._primed.update(part.together)
         self._primed.remove(part)
         return part.call(*args)
+
+    def _take(self, part: Part) -> tuple[Tensor, ...] | None:
+        """What is kept of the part's next call; None if nothing is, or others have changed it in place."""
+        if not self.kept[part]:  # the first run went by it
+            return None
+        kept = self.kept[part].popleft()
+        kept.forget_if_changed()
+        return kept.tensors
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The block's result, with these tensors in it."""
@@ -245,6 +285,32 @@ class Run:
         self._results = []
         assert self._returned is not None
         return tree_unflatten(values, self._returned)
+
+
+class _Kept:
+    """What is kept of one call of a part, as long as nobody changes it in place."""
+
+    __slots__ = ("_versions", "tensors")
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors: tuple[Tensor, ...] | None = tensors
+        self._versions = [tensor._version for tensor in tensors]
+
+    def forget_if_changed(self) -> None:
+        if self.tensors is not None and [tensor._version for tensor in self.tensors] != self._versions:
+            self.tensors = None
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Without the fused layers that torch's transformers take where no gradient is asked for: other bits, and by no
+    module's forward."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _Again(torch.autograd.Function):
@@ -269,6 +335,7 @@ class _Again(torch.autograd.Function):
             for value, gradient in zip(run.replay(leaves), gradients, strict=True)
             if gradient is not None and value.requires_grad
         ]
+        pairs += [(value, gradient) for value, gradient in run.left_again if value.requires_grad]
         del run
         if pairs:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])

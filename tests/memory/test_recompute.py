@@ -176,3 +176,74 @@ def test_hugging_faces_cache_of_keys_takes_them_once() -> None:
     for name, value in found[0].items():
         assert torch.allclose(value, found[1][name], atol=1e-5), name
         assert torch.allclose(value, found[2][name], atol=1e-5), name
+
+
+class ChangesKept(nn.Module):
+    """A linear layer's result, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y.mul_(2)
+        return torch.as_tensor(x + self.b(y))
+
+
+class Leaves(nn.Module):
+    """Leaves an auxiliary loss, and a table made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.aux = self.table = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.table.numel():
+            self.table = torch.linspace(0.5, 1, 8, dtype=x.dtype)
+        h = torch.tanh(self.a(x)) * self.table
+        self.aux = (h**2).mean(-1, keepdim=True)
+        return torch.as_tensor(x + self.b(h))
+
+
+class Chain(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for block in self.blocks:
+            if isinstance(block, Leaves):
+                x = x + block.aux * block.table
+        return x
+
+
+def agrees(model: nn.Module, how: Any, microbatches: int = 1) -> None:
+    generator = torch.Generator().manual_seed(2)
+    batches = [(torch.rand(4, 3, 8, generator=generator), torch.rand(4, 3, 8, generator=generator)) for _ in range(4)]
+    plan = Plan(precision="fp64", recompute=how, microbatches=microbatches)
+    report = verify(model, plan, batches, loss=lambda y, t: ((y - t) ** 2).sum(), optimizer=SGD(lr=0.01))
+    assert report.agrees, report.describe()
+
+
+@pytest.mark.parametrize("how", ["selective", 0.9])
+def test_a_kept_result_that_is_changed_in_place_is_computed_again(how: Any) -> None:
+    torch.manual_seed(0)
+    agrees(Chain(ChangesKept), how)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_a_block_leaves_on_itself_has_its_gradient(how: Any, microbatches: int) -> None:
+    torch.manual_seed(0)
+    agrees(Chain(Leaves), how, microbatches)
+
+
+@pytest.mark.parametrize("how", ["selective", 0.5])
+def test_torchs_fast_path_of_transformers_is_not_taken_in_a_blocks_first_run(how: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    agrees(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), how)
