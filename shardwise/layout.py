@@ -4,6 +4,7 @@ Initial values, gradient reduction, norm counting, checkpoint boxes and export a
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -95,6 +96,18 @@ class Layout:
         return tuple(
             sum(stop - start for start, stop, _ in self._ranges(dim, places)) for dim in range(len(self.shape))
         )
+
+    def largest(self, places: Mapping[str, Place]) -> int:
+        """How many elements the largest piece of any rank has: the same number on every rank."""
+        lengths = list(self.shape)
+        for split in self.splits:
+            parts = places[split.axis].size // split.copies
+            sections = split.sections or (self.shape[split.dim],)
+            lengths[split.dim] = max(
+                sum(stop - start for start, stop in (share(length, rank, parts) for length in sections))
+                for rank in range(parts)
+            )
+        return math.prod(lengths)
 
     def counted_here(self, places: Mapping[str, Place], axes: tuple[str, ...] = ("context", "tensor")) -> bool:
         """Whether this rank counts the parameter in a sum over all parameters: one of the ranks that hold the same

@@ -204,13 +204,16 @@ def parallelize(
         places: dict[str, Place] = dict(splits)
         own = owners[key]
         ranks = _ranks_of(shared.get(key, []), rank_of)
+        first = layout.counted_here(places, ("tensor",))
         return Entry(
             name,
             layout,
             layout.local_shape(places),
             decay=decays(name, parameter),
             direct=len(own) == 1 and key not in shared and writes(own[0][0]),
-            counted=layout.counted_here(places, ("tensor",)) and (key not in shared or axis.rank == holders[name]),
+            counted=first and (key not in shared or axis.rank == holders[name]),
+            first=first,
+            largest=layout.largest(places),
             unit=unit_of.get(key, -1),
             block=block_of.get(key, 0),
             extra=_sum_key(

@@ -1,5 +1,6 @@
 """Layouts: pieces cover a parameter exactly, and everything drawn from them is the same in any layout."""
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
@@ -113,3 +114,14 @@ def test_a_box_is_a_view() -> None:
     part = Box((1, 2), (2, 1)).of(tensor)
     assert torch.equal(part, torch.tensor([[6.0], [10.0]]))
     assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(0, 3))
+def test_the_largest_piece_is_the_same_number_on_every_rank(
+    parts: int, copies: int, sections: list[int], rows: int
+) -> None:
+    layout = Layout((rows, sum(sections)), (Split("tensor", 1, tuple(sections), copies),))
+    ranks = list(every_rank({"tensor": parts * copies}))
+    sizes = [math.prod(layout.local_shape(each)) for each in ranks]
+    assert [layout.largest(each) for each in ranks] == [max(sizes)] * len(ranks)

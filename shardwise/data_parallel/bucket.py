@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ class Entry:
         decay: whether weight decay applies.
         direct: whether the module that owns it writes its gradient itself (`shardwise.gradient.is_direct`).
         counted: whether this rank counts it in the gradient norm (one of the ranks that hold the same piece does).
+        first: whether of the ranks along the tensor axis that hold copies of its piece this is the first.
+        largest: elements of the largest piece that any rank has, by which all agree; 0 where all have `shape`.
         unit: which unit of the chunk it is gathered with at ZeRO stage 3; -1 with the whole chunk.
         block: the number of its own loss scale, where every residual block has one.
         extra: names further sums that its gradient must go through, for a parameter whose gradient is partial elsewhere
@@ -49,6 +51,8 @@ class Entry:
     decay: bool
     direct: bool
     counted: bool = True
+    first: bool = True
+    largest: int = 0
     unit: int = -1
     block: int = 0
     extra: str = ""
@@ -216,6 +220,8 @@ class Bucket:
                 decay=entry.decay,
                 split=next((split.dim for split in entry.layout.splits), None) if alone else None,
                 global_shape=entry.layout.shape if alone else (numel,),
+                counted=entry.first or not entry.layout.splits,
+                largest=entry.largest if alone else 0,
                 lr_scale=override.lr_scale,
                 weight_decay=override.weight_decay,
             )
@@ -473,7 +479,5 @@ def _like(length: int, dtype: torch.dtype) -> Tensor:
 
 def _reduced(layout: Layout, kept: tuple[int, ...]) -> Layout:
     """The layout of a statistic that keeps some of a parameter's dimensions."""
-    splits = tuple(
-        type(split)(split.axis, kept.index(split.dim), split.sections) for split in layout.splits if split.dim in kept
-    )
+    splits = tuple(replace(split, dim=kept.index(split.dim)) for split in layout.splits if split.dim in kept)
     return Layout(tuple(layout.shape[dim] for dim in kept), splits)

@@ -319,12 +319,16 @@ def _sum_together(tensors: list[Tensor], axes: list[Axis]) -> None:
 
 def _groups(entries: Iterable[Entry], itemsize: int, bucket_bytes: int, by_unit: bool) -> Iterator[list[Entry]]:
     """Consecutive entries of at least `bucket_bytes`; those that need further sums, are counted elsewhere, have
-    another loss scale or, `by_unit`, are gathered with another unit, apart from the others."""
+    another loss scale or, `by_unit`, are gathered with another unit, apart from the others.
+
+    An entry is as large as its largest piece on any rank, so that ranks whose pieces differ in size ask for the same
+    sums, group by group.
+    """
     open_groups: dict[tuple[str, bool, int, int], list[Entry]] = {}
     for entry in entries:
         key = (entry.extra, entry.counted, entry.unit if by_unit else 0, entry.block)
         group = open_groups.setdefault(key, [])
         group.append(entry)
-        if not by_unit and sum(other.numel for other in group) * itemsize >= bucket_bytes:
+        if not by_unit and sum(other.largest or other.numel for other in group) * itemsize >= bucket_bytes:
             yield open_groups.pop(key)
     yield from (group for group in open_groups.values() if group)

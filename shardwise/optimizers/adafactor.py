@@ -99,6 +99,10 @@ class Adafactor:
             if scale != 1.0:
                 work.fragment.gradient.mul_(scale)
             work.sum_up(parts)
+            if not work.fragment.counted:
+                for part, (_, split) in zip(parts, work.parts, strict=True):
+                    if split:
+                        part.zero_()
             if work.complete:
                 # Others' parts are zeros: go on while the matrix is in the processor's cache.
                 work.average(parts, keep, eps1)
@@ -109,7 +113,8 @@ class Adafactor:
         rest = [index for index, work in enumerate(works) if not work.complete]
         for index in rest:
             works[index].average(parts_of[index], keep, eps1)
-            updates.views[index].copy_(works[index].square())
+            if works[index].fragment.counted:
+                updates.views[index].copy_(works[index].square())
         yield updates.requests()
         if rest:
             squares = torch.cat([updates.views[index] for index in rest]).tolist()

@@ -161,11 +161,12 @@ class Muon:
 
 
 def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
-    """Consecutive fragments whose whole local matrices have `GATHERED` elements at most, or one that has more."""
+    """Consecutive fragments whose whole local matrices have `GATHERED` elements at most, or one that has more; the same
+    on all ranks."""
     batch: list[Fragment] = []
     total = 0
     for fragment in fragments:
-        numel = math.prod(fragment.shape)
+        numel = fragment.largest or math.prod(fragment.shape)
         if batch and total + numel > GATHERED:
             yield batch
             batch, total = [], 0
@@ -196,7 +197,7 @@ def _orthogonal_divided(
     """The same for matrices divided by rows or by columns: (fragment, this rank's part (B, n, m)).
 
     With the divided dimension last, X X^T is the sum of the parts' own. Of the ranks that hold one part together, the
-    one with its first element adds it.
+    one with its first element adds it; of copies of a part one is counted.
     """
     by_row = [fragment.split == len(fragment.shape) - 2 for fragment, _ in divided]
     parts = [x.mT if rows else x for (_, x), rows in zip(divided, by_row, strict=True)]
@@ -206,7 +207,7 @@ def _orthogonal_divided(
         flat = divided[0][0].parameter.new_zeros(sum(lengths))
         grams = [gram.view(shape) for gram, shape in zip(flat.split_with_sizes(lengths), shapes, strict=True)]
         for (fragment, _), x, gram in zip(divided, parts, grams, strict=True):
-            if fragment.start == 0 < fragment.stop:
+            if fragment.counted and fragment.start == 0 < fragment.stop:
                 gram.copy_(x @ x.mT)
         yield [Sum(flat, split=True)]
         for index, ((fragment, _), x, gram) in enumerate(zip(divided, parts, grams, strict=True)):

@@ -60,6 +60,10 @@ class Fragment:
         decay: whether weight decay applies.
         split: the dimension that is split over further ranks (tensor parallelism), None if none is.
         global_shape: of the whole parameter.
+        counted: whether this rank adds its part to a sum over the ranks of `split`: of those that hold copies of the
+            same part one does.
+        largest: elements of the largest local tensor that any rank of `split` has, by which all of them agree; 0 where
+            all have `shape`.
         state: from the optimizer's `state`.
         lr_scale, weight_decay: as in the optimizer's `Override` for this name; the same for all parameters of a run.
     """
@@ -73,6 +77,8 @@ class Fragment:
     decay: bool
     split: int | None = None
     global_shape: tuple[int, ...] = ()
+    counted: bool = True
+    largest: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
     lr_scale: float = 1.0
     weight_decay: float | None = None
@@ -86,7 +92,8 @@ class Fragment:
 
 class Sum(NamedTuple):
     """A request to add up `tensor` (1-dimensional, in place) over the ranks that hold other elements of the same local
-    tensor, and, if `split`, over the ranks that the parameter's `split` dimension is divided over as well."""
+    tensor, and, if `split`, over the ranks that the parameter's `split` dimension is divided over as well: there a
+    fragment that is not `counted` adds zeros."""
 
     tensor: Tensor
     split: bool

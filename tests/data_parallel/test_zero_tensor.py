@@ -1,5 +1,6 @@
 """ZeRO with tensor parallelism: a parameter's piece is divided once more, and every optimizer sees the whole matrix."""
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ OPTIMIZERS = {
     "muon": Muon(lr=1e-2, weight_decay=0.1),
     "lion": Lion(lr=1e-2, weight_decay=0.1),
 }
+ONE_HEAD = {**LLAMA, "kv_heads": 1}
+UNEVEN = {**LLAMA, "heads": 3, "kv_heads": 3, "intermediate": 20}
+DISK = {"optimizer": f"disk:{tempfile.gettempdir()}/shardwise-tests"}
 
 
 def check(plan: dict[str, Any], model: dict[str, Any], optimizer: str, own_machines: bool) -> Report:
-    full = Plan(precision="fp64", **plan)
+    full = Plan(**{"precision": "fp64", **plan})
     torch.manual_seed(3)
     with apart(own_machines):
         return verify(
@@ -54,4 +58,38 @@ def test_tensor_and_zero_equal_one_device(
 ) -> None:
     plan = {"tensor": 2, **plan}
     reports = run_ranks(check, Plan(**plan).num_ranks, plan, model, optimizer, own_machines)
+    assert all(report.agrees for report in reports), reports[0].describe()
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "optimizer"),
+    [
+        ({"tensor": 2}, ONE_HEAD, "muon"),
+        ({"tensor": 2}, ONE_HEAD, "adafactor"),
+        ({"tensor": 6}, {**LLAMA, "kv_heads": 3}, "muon"),
+        ({"tensor": 2, "shard": 2, "zero": 3, "sequence": True}, ONE_HEAD, "muon"),
+    ],
+    ids=str,
+)
+def test_a_head_that_several_ranks_hold_counts_once_in_the_sums_of_an_update(
+    plan: dict[str, Any], model: dict[str, Any], optimizer: str
+) -> None:
+    reports = run_ranks(check, Plan(**plan).num_ranks, plan, model, optimizer, False)
+    assert all(report.agrees for report in reports), reports[0].describe()
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        ({"precision": "bf16-pure"}, "muon"),
+        ({"offload": DISK}, "adafactor"),
+        ({"offload": DISK, "shard": 2, "zero": 1}, "muon"),
+    ],
+    ids=str,
+)
+def test_ranks_with_pieces_of_different_sizes_update_the_same_buckets_together(
+    plan: dict[str, Any], optimizer: str
+) -> None:
+    plan = {"tensor": 3, **plan}
+    reports = run_ranks(check, Plan(**plan).num_ranks, plan, UNEVEN, optimizer, False)
     assert all(report.agrees for report in reports), reports[0].describe()
