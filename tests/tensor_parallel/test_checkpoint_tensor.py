@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.models import build
 from shardwise.models.config import ModelConfig
-from shardwise.optimizers import AdamW
+from shardwise.optimizers import Adafactor, AdamW
 from shardwise.parallel import Parallel
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
@@ -22,7 +22,10 @@ from tests.pool import run_ranks
 VOCABULARY = 19
 
 
-def make(plan: dict[str, Any], seed: int) -> Parallel:
+OPTIMIZERS = {"adamw": AdamW(lr=1e-2), "adafactor": Adafactor()}
+
+
+def make(plan: dict[str, Any], seed: int, optimizer: str) -> Parallel:
     config = ModelConfig(
         family="qwen",
         query_key_norm=True,
@@ -34,7 +37,8 @@ def make(plan: dict[str, Any], seed: int) -> Parallel:
         sequence=8,
         tied=True,
     )
-    return parallelize(build(config, VOCABULARY), Plan(precision="fp64", **plan), optimizer=AdamW(lr=1e-2), seed=seed)
+    full = Plan(precision="fp64", **plan)
+    return parallelize(build(config, VOCABULARY), full, optimizer=OPTIMIZERS[optimizer], seed=seed)
 
 
 def train(parallel: Parallel) -> float:
@@ -42,8 +46,8 @@ def train(parallel: Parallel) -> float:
     return parallel.step(parallel.share(({"tokens": tokens}, tokens.roll(1, 1)))).loss
 
 
-def save(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
-    parallel = make(plan, 0)
+def save(plan: dict[str, Any], optimizer: str, folder: str) -> tuple[float, dict[str, Tensor]]:
+    parallel = make(plan, 0, optimizer)
     train(parallel)
     checkpoints = Checkpoints(
         Path(folder), CheckpointConfig(asynchronous=False), Ranks.world(60), Ranks.world(60), print
@@ -57,8 +61,8 @@ def save(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
     return loss, parameters
 
 
-def load(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
-    parallel = make(plan, 1)
+def load(plan: dict[str, Any], optimizer: str, folder: str) -> tuple[float, dict[str, Tensor]]:
+    parallel = make(plan, 1, optimizer)
     train(parallel)
     storage.load(parallel.state_dict(), find(Path(folder), print, Ranks.world(60)), Ranks.world(60))
     parallel.loaded()
@@ -69,19 +73,20 @@ def load(plan: dict[str, Any], folder: str) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("written", "read"),
+    ("written", "read", "optimizer"),
     [
-        ({"tensor": 2}, {}),
-        ({}, {"tensor": 2, "sequence": True}),
-        ({"tensor": 4, "sequence": True}, {"tensor": 2, "pipeline": 2, "microbatches": 1}),
+        ({"tensor": 2}, {}, "adamw"),
+        ({}, {"tensor": 2, "sequence": True}, "adamw"),
+        ({"tensor": 4, "sequence": True}, {"tensor": 2, "pipeline": 2, "microbatches": 1}, "adamw"),
+        ({"tensor": 4}, {"tensor": 2}, "adafactor"),
     ],
     ids=str,
 )
 def test_another_layout_goes_on_where_one_stopped(
-    written: dict[str, Any], read: dict[str, Any], tmp_path: Path
+    written: dict[str, Any], read: dict[str, Any], optimizer: str, tmp_path: Path
 ) -> None:
-    loss, parameters = run_ranks(save, Plan(**written).num_ranks, written, str(tmp_path))[0]
-    for found, held in run_ranks(load, Plan(**read).num_ranks, read, str(tmp_path)):
+    loss, parameters = run_ranks(save, Plan(**written).num_ranks, written, optimizer, str(tmp_path))[0]
+    for found, held in run_ranks(load, Plan(**read).num_ranks, read, optimizer, str(tmp_path)):
         assert found == pytest.approx(loss, rel=1e-12)
         assert all(torch.equal(held[name], value) for name, value in parameters.items())
         assert held.keys() == parameters.keys()
