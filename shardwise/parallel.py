@@ -535,10 +535,9 @@ class Parallel:
         restore(state)
         self._runner.losses.clear()
         for chunk in self.chunks:
-            chunk.buckets.wait()  # sums under way would add to what begins
-            chunk.buckets.begin()
+            chunk.buckets.abandon()
         for buckets in self._assembly.shared:
-            buckets.begin()
+            buckets.abandon()
         return self.timeline()
 
     def adopt(self, schedule: Schedule) -> None:

@@ -122,6 +122,13 @@ class Buckets:
                     bucket.own_gradient.zero_()
         self._begin_pass()
 
+    def abandon(self) -> None:
+        """Forget what has landed, once the sums under way, which would add to what comes next, are done."""
+        for bucket in self.buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+        self.begin()
+
     def _begin_pass(self) -> None:
         self._last_backward = self._last_weights = False
         self._next = 0
