@@ -37,13 +37,13 @@ OFFLOADED = f"disk:{tempfile.gettempdir()}/shardwise-tests"
 
 
 @patch("shardwise.head.CHUNK_TOKENS", 1)
+@patch.object(offload_activations, "SMALLEST", 1)
 def check(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
     with apart(job.get("apart", False)):
         return check_here(plan, model, job)
 
 
 def check_here(plan: dict[str, Any], model: dict[str, Any], job: dict[str, Any]) -> Report:
-    offload_activations.SMALLEST = 1
     full = Plan(precision="fp64", **plan)
     rows = job.get("rows", full.data_parallel * full.microbatches + 1)
     return verify(

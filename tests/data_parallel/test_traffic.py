@@ -1,6 +1,7 @@
 """What a step moves: elements, counted where they are sent, and how often parameters are gathered."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -19,12 +20,10 @@ PARTS = BLOCKS + 2  # the embedding and the head are units too
 def traffic(plan: dict[str, Any], own_machines: bool, kept_bytes: int) -> tuple[float, int, int, int, list[float]]:
     """Of a step on this rank: elements it moves, gathers, then elements of all buckets with their padding, of the last
     unit's, and the losses."""
-    units.KEPT_BYTES = kept_bytes
-    with apart(own_machines):
+    with patch.object(units, "KEPT_BYTES", kept_bytes), apart(own_machines):
         parallel = parallelize(
             build({"num_blocks": BLOCKS}), Plan(**plan), optimizer=AdamW(lr=1e-2), clip=1.0, bucket_bytes=600
         )
-    units.KEPT_BYTES = 64 << 20
     reducer: Reducer = parallel._assembly.reducer
     losses = []
     for batch in make_batches(3, 16, 4):

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,9 +64,9 @@ def states(parallel: Parallel) -> dict[str, Tensor]:
     return parallel.full_parameters() | {f"grad {k}": v for k, v in parallel.full_gradients().items()}
 
 
+@patch.object(offload_activations, "SMALLEST", 1)
 def with_and_without(plan: dict[str, Any], optimizer: str, offload: dict[str, str], folder: str) -> list[str]:
     """What differs after a few steps; then after state was saved, loaded into a new model, and a step taken there."""
-    offload_activations.SMALLEST = 1
     # One rank without offloading has no stages of ZeRO, which lay parameters out otherwise.
     exact = not plan.get("zero") or plan.get("shard", 1) > 1
     plain = plan if exact else plan | {"zero": 0}
@@ -126,8 +127,8 @@ def test_every_optimizers_state_on_disk_changes_no_bit(optimizer: str, tmp_path:
     assert run_ranks(with_and_without, 2, layout, optimizer, where, str(tmp_path)) == [[], []]
 
 
+@patch.object(offload_activations, "SMALLEST", 1)
 def agrees(plan: dict[str, Any]) -> str:
-    offload_activations.SMALLEST = 1
     generator = torch.Generator().manual_seed(0)
     batches = [tuple(torch.randint(VOCABULARY, (2, 6, 12), generator=generator)) for _ in range(2)]
     report = verify(

@@ -1,6 +1,7 @@
 """Cross-entropy over divided logits against the dense one (CASES 7 and 8)."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,14 +28,14 @@ def example(vocabulary: int, tokens: int, scale: float) -> tuple[Tensor, Tensor]
 def divided(
     ranks: int, vocabulary: int, tokens: int, scale: float, terms: CrossEntropy, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    cross_entropy.CHUNK_ELEMENTS = chunk
     axis = Mesh({"tensor": ranks}).axis("tensor")
     region = Region(axis, False, Exchange(axis, torch.device("cpu")))
     logits, targets = example(vocabulary, tokens, scale)
     start, stop = share(vocabulary, axis.rank, ranks)
     mine = logits[..., start:stop].clone().requires_grad_()
-    loss = divided_cross_entropy(mine, targets, terms, region, vocabulary)
-    loss.backward()  # type: ignore[no-untyped-call]
+    with patch.object(cross_entropy, "CHUNK_ELEMENTS", chunk):
+        loss = divided_cross_entropy(mine, targets, terms, region, vocabulary)
+        loss.backward()  # type: ignore[no-untyped-call]
     region.exchange.close()
     assert mine.grad is not None
     return loss.detach(), mine.grad

@@ -172,10 +172,10 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return left is not None and right is not None and left.dtype == right.dtype and torch.equal(left, right)
 
 
-def offloaded(folder: Path, precision: str = "bf16") -> dict[str, Any]:
+def offloaded(folder: Path) -> dict[str, Any]:
     """A plan whose state lives on disk, in `folder`."""
-    kinds = ["optimizer", "parameters", "gradients", "activations", *(["master"] if precision == "bf16" else [])]
-    return {"shard": 2, "zero": 3, "precision": precision, "offload": {kind: f"disk:{folder}" for kind in kinds}}
+    kinds = ("optimizer", "master", "parameters", "gradients", "activations")
+    return {"shard": 2, "zero": 3, "precision": "bf16", "offload": {kind: f"disk:{folder}" for kind in kinds}}
 
 
 def survive(

@@ -36,8 +36,7 @@ def test_kills_and_a_stop_leave_a_run_that_goes_on_bitwise(
     """Two ranks die by SIGKILL; the launcher starts them again; SIGTERM saves; other processes run the rest."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     steps, run = 4000, tmp_path / "killed"
-    # In fp32: how 16 bits are multiplied is measured by each process for itself, and these are compared with others.
-    plan = offloaded(tmp_path / "state", "fp32") if offload else {}
+    plan = offloaded(tmp_path / "state") if offload else {}
     config = small_job(tmp_path, steps, restarts=2, schedule="constant", **plan)
     with Killer(run, 2, random.Random(3), then=lambda: os.kill(os.getpid(), signal.SIGTERM)) as killer:
         outcome = launch.train(config, run)
