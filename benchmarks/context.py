@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Memory, Step
+from benchmarks.harness import Step
 
 ALONE, RING, ULYSSES = "one device", "ring", "ulysses"
 VOCABULARY = 1024
@@ -57,10 +57,7 @@ def compare(names: list[str], length: int, rounds: int) -> dict[str, Any]:
 
 def hold(name: str, length: int) -> list[dict[str, float]]:
     """Runs on every rank: one contender alone, for what it holds in memory."""
-    step = contenders([name], length)[name]
-    for number in range(2):
-        step(number)
-    return Memory.everywhere()
+    return harness.held(contenders([name], length)[name], 2)
 
 
 def run() -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Memory, Step
+from benchmarks.harness import Step
 
 LIMIT, DDP, OURS, ALONE, MEGATRON = (
     "no communication (limit)",
@@ -98,19 +98,12 @@ def compare(names: list[str], rounds: int) -> dict[str, Any]:
 
 def hold(name: str, steps: int) -> list[dict[str, float]]:
     """Runs on every rank: one contender alone, for what it holds in memory."""
-    step = contenders([name])[name]
-    for number in range(steps):
-        step(number)
-    return Memory.everywhere()
+    return harness.held(contenders([name])[name], steps)
 
 
 def launched(steps: int) -> dict[str, Any]:
     """Runs on every rank: our step alone, measured as the peers measure theirs."""
-    common = harness.peers_common()
-    step = contenders([OURS])[OURS]
-    settings = common.parser(steps=steps).parse_args([])
-    found: dict[str, Any] = common.run_steps(settings, step, "shardwise")
-    return found
+    return harness.as_peers(contenders([OURS])[OURS], steps, "shardwise")
 
 
 def run() -> None:

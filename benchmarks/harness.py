@@ -270,6 +270,20 @@ def alternate(
     return times
 
 
+def held(step: Step, steps: int) -> list[dict[str, float]]:
+    """What every rank holds at most over so many steps of one contender alone. Collective over the world."""
+    for number in range(steps):
+        step(number)
+    return Memory.everywhere()
+
+
+def as_peers(step: Step, steps: int, name: str) -> dict[str, Any]:
+    """One contender alone, measured as the peers measure theirs. Collective over the world."""
+    common = peers_common()
+    found: dict[str, Any] = common.run_steps(common.parser(steps=steps).parse_args([]), step, name)
+    return found
+
+
 def launches(contenders: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> dict[str, list[dict[str, Any]]]:
     """Results of contenders that are launched in turn, `rounds` times each; every result has a `median_ms`."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.data_parallel import _settings
-from benchmarks.harness import Memory, Step
+from benchmarks.harness import Step
 
 # By name: the stage of ZeRO, and what lives on disk.
 OURS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -74,18 +74,12 @@ def compare(folder: str, rounds: int) -> dict[str, Any]:
 
 def hold(name: str, folder: str, steps: int) -> list[dict[str, float]]:
     """Runs on every rank: one contender alone, for what it holds in memory."""
-    step = steps_of([name], folder)[name]
-    for number in range(steps):
-        step(number)
-    return Memory.everywhere()
+    return harness.held(steps_of([name], folder)[name], steps)
 
 
 def launched(name: str, folder: str, steps: int) -> dict[str, Any]:
     """Runs on every rank: our step alone, measured as the peers measure theirs."""
-    common = harness.peers_common()
-    step = steps_of([name], folder)[name]
-    found: dict[str, Any] = common.run_steps(common.parser(steps=steps).parse_args([]), step, name)
-    return found
+    return harness.as_peers(steps_of([name], folder)[name], steps, name)
 
 
 def bandwidth(folder: str) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Memory, Step
+from benchmarks.harness import Step
 
 REFERENCE = "no communication"
 NUM_RANKS = 2
@@ -319,9 +319,7 @@ def hold(contender: dict[str, Any], steps: int) -> list[dict[str, float]]:
         step = _theirs(common, settings, chosen)
     else:
         step = _our_step(common, settings, _parallel(common, settings, chosen), False)
-    for number in range(steps):
-        step(number)
-    return Memory.everywhere()
+    return harness.held(step, steps)
 
 
 def launched(contender: dict[str, Any], steps: int) -> dict[str, Any]:

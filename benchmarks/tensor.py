@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Memory, Step
+from benchmarks.harness import Step
 
 LIMIT = "no communication (limit)"
 OURS, DTENSOR, MEGATRON = "Shardwise", "DTensor", "Megatron-core"
@@ -145,19 +145,12 @@ def compare(names: list[str], rounds: int) -> dict[str, Any]:
 
 def hold(name: str, steps: int) -> list[dict[str, float]]:
     """Runs on every rank: one contender alone, for what it holds in memory."""
-    step = contenders([name])[name]
-    for number in range(steps):
-        step(number)
-    return Memory.everywhere()
+    return harness.held(contenders([name])[name], steps)
 
 
 def launched(name: str, steps: int) -> dict[str, Any]:
     """Runs on every rank: one contender alone, measured as the peers measure theirs."""
-    common = harness.peers_common()
-    step = contenders([name])[name]
-    settings = common.parser(steps=steps).parse_args([])
-    found: dict[str, Any] = common.run_steps(settings, step, "shardwise")
-    return found
+    return harness.as_peers(contenders([name])[name], steps, "shardwise")
 
 
 def run() -> None:

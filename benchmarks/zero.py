@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.data_parallel import _ddp, _our_step, _settings, _torch_step
-from benchmarks.harness import Memory, Step
+from benchmarks.harness import Step
 
 LIMIT, DDP = "no communication (limit)", "torch DDP"
 REDUNDANCY = "torch ZeroRedundancyOptimizer"
@@ -96,18 +96,12 @@ def compare(names: list[str], rounds: int) -> dict[str, Any]:
 
 def hold(name: str, steps: int) -> list[dict[str, float]]:
     """Runs on every rank: one contender alone, for what it holds in memory."""
-    step = contenders([name])[name]
-    for number in range(steps):
-        step(number)
-    return Memory.everywhere()
+    return harness.held(contenders([name])[name], steps)
 
 
 def launched(name: str, steps: int) -> dict[str, Any]:
     """Runs on every rank: our step alone, measured as the peers measure theirs."""
-    common = harness.peers_common()
-    step = contenders([name])[name]
-    found: dict[str, Any] = common.run_steps(common.parser(steps=steps).parse_args([]), step, name)
-    return found
+    return harness.as_peers(contenders([name])[name], steps, name)
 
 
 def run() -> None:

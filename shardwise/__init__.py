@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from shardwise.loss import Loss, cross_entropy, cross_entropy_with
     from shardwise.mesh import Mesh
     from shardwise.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon, Override
-    from shardwise.parallel import Parallel, StepMetrics
+    from shardwise.parallel import Parallel
     from shardwise.parallelize import parallelize
     from shardwise.plan import Plan, PlanError
+    from shardwise.step_metrics import StepMetrics
     from shardwise.training.trainer import Trainer
     from shardwise.verify import verify
 
@@ -58,7 +59,7 @@ _HOMES = {
     "Parallel": "parallel",
     "Plan": "plan",
     "PlanError": "plan",
-    "StepMetrics": "parallel",
+    "StepMetrics": "step_metrics",
     "Trainer": "training.trainer",
     "cross_entropy": "loss",
     "cross_entropy_with": "loss",

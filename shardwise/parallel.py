@@ -1,7 +1,7 @@
 """A model spread over ranks, as `parallelize` makes it: steps, evaluation, and its state by name."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from shardwise.exchange import Totals
 from shardwise.layout import share
 from shardwise.loss import Loss
 from shardwise.memory.block_scale import BlockScales
-from shardwise.memory.offload import Traffic
 from shardwise.memory.precision import LossScale, Precision
 from shardwise.memory.report import Report
 from shardwise.mesh import Mesh
@@ -30,66 +29,13 @@ from shardwise.pipeline_parallel.schedule import (
     drain_rows,
     round_rows,
     transfers,
-    unroll,
-    versions,
 )
 from shardwise.pipeline_parallel.timeline import Event, Timeline
+from shardwise.pipeline_parallel.versions import update_groups
 from shardwise.plan import Plan
 from shardwise.randomness import generators, restore
 from shardwise.state import Assembly, State, fingerprint
-
-
-class StepMetrics:
-    """What a step did. Reading `loss` or `gradient_norm` waits for the ranks that know it.
-
-    Attributes:
-        loss: mean over the step's targets, over all ranks.
-        gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of
-            the last update of this rank's last stage); None if it was not computed.
-        tokens: targets in the step, over all ranks.
-        skipped: True if the gradients were not finite, in which case no parameter and no optimizer state has changed
-            (with an asynchronous schedule: if those of any stage's update in the step before were not, and that stage
-            left that update out).
-        loss_scale: fp16's factor on the loss after the step; None in other precisions.
-        faulty_rank: the first rank whose own loss was not finite, if any.
-        faulty_parameter: the first parameter, in the model's order, whose summed gradient was not finite, if any.
-        offload: what this rank moved to and from where `plan.offload` keeps state, and how long it waited; None if
-            nothing is offloaded.
-    """
-
-    def __init__(
-        self,
-        totals: Callable[[], Tensor],
-        tokens: Callable[[], int],
-        norm: float | None,
-        skipped: bool,
-        loss_scale: float | None = None,
-        offload: Traffic | None = None,
-        names: Sequence[str] = (),
-    ) -> None:
-        self.loss_scale = loss_scale
-        self.offload = offload
-        self._totals, self._tokens, self._names = totals, tokens, names
-        self.gradient_norm = norm
-        self.skipped = skipped
-
-    @property
-    def loss(self) -> float:
-        return float(self._totals()[0]) / max(1, self.tokens)
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens()
-
-    @property
-    def faulty_rank(self) -> int | None:
-        flags = self._totals()[1:].view(3, -1)[0]
-        return int(flags.argmax()) if bool(flags.any()) else None
-
-    @property
-    def faulty_parameter(self) -> str | None:
-        places = [int(place) for place in self._totals()[1:].view(3, -1)[2] if place]
-        return self._names[min(places) - 1] if places else None
+from shardwise.step_metrics import StepMetrics
 
 
 class Parallel:
@@ -586,30 +532,3 @@ class Parallel:
         self._runner.wire.close()
         for sums in self._sums.values():
             sums.close()
-
-
-def update_groups(schedule: Schedule) -> list[int]:
-    """By microbatch of a step, which of the step's updates includes it: all of an update's microbatches share one
-    divisor."""
-    marks = sorted({action.microbatch for row in schedule.rows for action in row if action.kind is Kind.U})
-    return [sum(mark < number for mark in marks) for number in range(schedule.num_microbatches)]
-
-
-def version_table(schedule: Schedule) -> Callable[[int, int], int] | None:
-    """(microbatch since the pipeline was empty, stage) -> the weight version it uses; None for synchronous schedules.
-
-    The table of a few steps is computed from the rows; beyond, it repeats from step to step.
-    """
-    if not schedule.asynchronous:
-        return None
-    m = schedule.num_microbatches
-    num_steps = 2 + -(-2 * schedule.total_stages // m)
-    table = versions(unroll(schedule, num_steps))
-    updates_a_step = max(update_groups(schedule)) + 1
-    last = (num_steps - 1) * m
-
-    def look_up(number: int, stage: int) -> int:
-        beyond = max(0, -(-(number - last - m + 1) // m)) if number >= last + m else 0
-        return table[number - beyond * m][stage] + beyond * updates_a_step
-
-    return look_up

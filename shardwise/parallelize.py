@@ -31,12 +31,13 @@ from shardwise.memory.offload_activations import Activations
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
-from shardwise.parallel import Parallel, version_table
+from shardwise.parallel import Parallel
 from shardwise.pipeline_parallel import schedule as schedules
 from shardwise.pipeline_parallel.runner import Runner
 from shardwise.pipeline_parallel.schedule import Kind, Schedule, round_rows
 from shardwise.pipeline_parallel.simulator import Costs, Memory
 from shardwise.pipeline_parallel.stages import Stage, Whole, cut, parts_of
+from shardwise.pipeline_parallel.versions import version_table
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
 from shardwise.plan_values import SCHEDULE_FILES

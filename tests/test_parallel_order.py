@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from shardwise.layout import share
 from shardwise.optimizers import SGD, AdamW
-from shardwise.parallel import Parallel, update_groups, version_table
+from shardwise.parallel import Parallel
 from shardwise.parallelize import build_schedule, parallelize
 from shardwise.pipeline_parallel.schedule import unroll, versions
+from shardwise.pipeline_parallel.versions import update_groups, version_table
 from shardwise.plan import Plan
 from tests import user_models
 from tests.pool import RankFailed, run_ranks

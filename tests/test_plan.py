@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise import plan as plan_module
+from shardwise import plan_rules
 from shardwise.models.config import ModelConfig
 from shardwise.pipeline_parallel import schedule as schedules
-from shardwise.plan import BUILT, Plan, PlanError
+from shardwise.plan import Plan, PlanError
+from shardwise.plan_rules import BUILT
 from shardwise.plan_values import CUTS
 from shardwise.problems import Problem
 
@@ -211,13 +212,13 @@ def test_a_technique_is_refused_until_the_table_says_that_it_is_built(
     key: str, value: Any, beside: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default = () if key == "offload" else (getattr(Plan(), key),)
-    monkeypatch.setattr(plan_module, "BUILT", {key: default})
+    monkeypatch.setattr(plan_rules, "BUILT", {key: default})
     (problem,) = Plan(**{key: value}, **beside).check()
     assert problem.key.startswith(f"plan.{key}")
     assert problem.reason.endswith("is not built yet")
 
     kinds: tuple[object, ...] = (value.partition(":")[0],) if isinstance(value, str) else (value,)
-    monkeypatch.setattr(plan_module, "BUILT", {key: tuple(value) if isinstance(value, dict) else kinds})
+    monkeypatch.setattr(plan_rules, "BUILT", {key: tuple(value) if isinstance(value, dict) else kinds})
     assert Plan(**{key: value}, **beside).check() == []
 
 
@@ -463,7 +464,7 @@ def test_rules_change_nothing() -> None:
 def test_every_rule_is_in_force() -> None:
     rules = {
         value
-        for name, value in vars(plan_module).items()
+        for name, value in vars(plan_rules).items()
         if getattr(value, "__annotations__", {}).get("return") == "Iterator[Problem]"
     }
-    assert rules == set(plan_module._RULES)
+    assert rules == set(plan_rules.RULES)
