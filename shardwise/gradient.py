@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import kernels
+from shardwise.functions import apply, apply_all
 
 
 class Tape:
@@ -298,8 +299,7 @@ def _embedding(self: Any, input: Tensor) -> Tensor:
     slots, tape = self._landing
     if not torch.is_grad_enabled():
         return F.embedding(input, self.weight)
-    y: Tensor = _Embedding.apply(input, self.weight, slots["weight"], tape)  # type: ignore[no-untyped-call]
-    return y
+    return apply(_Embedding, input, self.weight, slots["weight"], tape)
 
 
 def attach_apart(module: nn.Module, slots: dict[str, Slot], tape: Tape) -> None:
@@ -314,7 +314,7 @@ def _apart(self: Any, *given: Any, **named: Any) -> Any:
         return call(*given, **named)
     pairs = [(getattr(self, attribute), slot) for attribute, slot in slots.items()]
     structure: list[Any] = []
-    values = _Apart.apply(call, pairs, tape, structure, given[0], *(parameter for parameter, _ in pairs))  # type: ignore[no-untyped-call]
+    values = apply_all(_Apart, call, pairs, tape, structure, given[0], *(parameter for parameter, _ in pairs))
     return tree_unflatten(values, structure[0])
 
 
@@ -332,5 +332,5 @@ def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
         slot.add(parameter.grad)
         parameter.grad = slot.view if slot.accumulates else None
 
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(accumulated)
     return handle

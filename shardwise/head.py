@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from shardwise import kernels
+from shardwise.functions import apply
 from shardwise.gradient import Slot, Tape
 from shardwise.loss import IGNORED, CrossEntropy, Loss, logits_of
 
@@ -95,7 +96,7 @@ class Logits(Tensor):
                 self.found = self.head.compute(self.x)
             if self.found.requires_grad:
                 for call in self.before:
-                    self.found.register_hook(call)  # type: ignore[no-untyped-call]
+                    self.found.register_hook(call)
         return self.found
 
     @classmethod
@@ -133,7 +134,7 @@ def before_backward(output: Tensor, call: Callable[[Tensor], Any]) -> None:
     if type(output) is Logits and output.found is None:
         output.before.append(call)
     else:
-        output.register_hook(call)  # type: ignore[no-untyped-call]
+        output.register_hook(call)
 
 
 class Head:
@@ -170,7 +171,7 @@ class Head:
         if self._promises is not torch.is_grad_enabled():
             return self.compute(input)
         weight, bias = self._parameters()
-        logits: Logits = _Promise.apply(input, weight, bias, self).as_subclass(Logits)  # type: ignore[no-untyped-call]
+        logits: Logits = apply(_Promise, input, weight, bias, self).as_subclass(Logits)
         logits.head, logits.x, logits.found, logits.before = self, input, None, []
         return logits
 
@@ -188,7 +189,7 @@ class Head:
                 return otherwise.sum(output, targets)
             x, targets = logits.x, targets.reshape(-1)
             if logits.requires_grad:
-                return _HeadLoss.apply(x, *self._parameters(), targets, self, terms, logits.before)  # type: ignore[no-any-return, no-untyped-call]
+                return apply(_HeadLoss, x, *self._parameters(), targets, self, terms, logits.before)
             with self.holding():
                 return _run(x, *self._parameters(), targets, self, terms, self.holders.length)[0]
 

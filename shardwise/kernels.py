@@ -13,7 +13,7 @@ from torch import Tensor
 ONEDNN_FROM = 1 << 24
 _ONEDNN = (
     platform.machine() in ("x86_64", "AMD64")
-    and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
 

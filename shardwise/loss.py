@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.functions import apply
+
 IGNORED = -100
 
 
@@ -48,7 +50,7 @@ class CrossEntropy:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         flat, targets = logits.reshape(-1, logits.shape[-1]).to(dtype), targets.reshape(-1)
         if flat.device.type == "cpu" and not self.label_smoothing:
-            loss: Tensor = _SummedLoss.apply(flat, targets)  # type: ignore[no-untyped-call]
+            loss: Tensor = apply(_SummedLoss, flat, targets)
         else:
             loss = F.cross_entropy(
                 flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing

@@ -69,7 +69,7 @@ def test_equals_the_loss_of_the_logits(
     assert type(logits) is Logits
     found = loss.sum(logits, targets)
     assert rows == 0 or found.isnan()  # nothing has been computed yet
-    found.backward(factor)  # type: ignore[no-untyped-call]
+    found.backward(factor)
     if tape.record is not None:
         assert not landed
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_logits_stay_finite_and_exact_where_they_are_large() -> None:
     made, loss = fused(module, CrossEntropy(), {}, Tape())
     with made.promising():
         found = loss.sum(module(x * 1e4), targets)
-    found.backward()  # type: ignore[no-untyped-call]
+    found.backward()
     expected = cross_entropy_with().sum(made.compute(x.detach() * 1e4), targets)
     torch.testing.assert_close(found.detach(), expected, rtol=1e-12, atol=0)
     assert x.grad is not None

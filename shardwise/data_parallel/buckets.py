@@ -320,7 +320,7 @@ def _sum_together(tensors: list[Tensor], axes: list[Axis]) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     for axis in axes:
         collectives.all_reduce(flat, axis)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):  # type: ignore[no-untyped-call]
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 

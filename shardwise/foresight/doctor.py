@@ -95,7 +95,7 @@ def _device(device: torch.device) -> Device:
             side = size if not on_cpu or dtype.itemsize >= 4 or kernels.native(dtype) else size // 4
             a = torch.ones(side, side, dtype=dtype, device=device)
             out = torch.empty_like(a)
-            seconds = _best(device, lambda a=a, out=out: torch.mm(a, a, out=out))  # type: ignore[misc]
+            seconds = _best(device, partial(torch.mm, a, a, out=out))
             flops[str(dtype).removeprefix("torch.")] = 2 * side**3 / seconds
         except RuntimeError:  # not every device has every format
             continue

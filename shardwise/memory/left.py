@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.functions import apply
+
 # A module and the name of its attribute.
 Place = tuple[nn.Module, str]
 
@@ -51,7 +53,7 @@ class Left:
     def hand_out(self, tensors: dict[Place, Tensor], output: Tensor, gradients: dict[Place, Tensor]) -> None:
         """Have these be read with a graph, which notes their gradients before the backward of the run's `output`."""
         for place, tensor in tensors.items():
-            reader = _Reader.apply(tensor, output, gradients, place)  # type: ignore[no-untyped-call]
+            reader = apply(_Reader, tensor, output, gradients, place)
             self._readers[place] = reader, tensor
             module, name = place
             vars(module)[name] = reader

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.functions import apply
+
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
@@ -43,7 +45,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         wide = F.layer_norm(input.float(), self.normalized_shape, _wide(self.weight), _wide(self.bias), self.eps)
         return wide.to(input.dtype)
-    y: Tensor = _LayerNorm.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+    y: Tensor = apply(_LayerNorm, input, self.weight, self.bias, self)
     return y
 
 

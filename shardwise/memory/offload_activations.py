@@ -58,13 +58,13 @@ class Activations:
                 return tensor.detach()
             alone = 2 * tensor.nbytes < storage.nbytes()
             found = known.get(key)
-            saved = found[2]() if found and not alone and not found[0].expired() else None  # type: ignore[no-untyped-call]
+            saved = found[2]() if found and not alone and not found[0].expired() else None
             if saved is None or (found is not None and found[1] != tensor._version):
                 tensor = tensor.detach().contiguous().clone() if alone else tensor.detach()
                 saved = self._save(tensor, last[-1] if last else None)
                 last[:] = [saved]
                 if not alone:
-                    mark = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                    mark = StorageWeakRef(storage)
                     known[key] = mark, tensor._version, weakref.ref(saved)
             return _View(saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shardwise.functions import apply_all
 from shardwise.memory.left import Left, Place
 
 # Notes something that a forward depends on beside its arguments; what it returns brings it back.
@@ -113,7 +114,7 @@ class Block:
         # Without an input that needs a gradient, something must carry it to the parameters.
         carried = [leaves[place] for place in places] or [torch.empty(0, requires_grad=True)]
         run = Run(self, leaves, structure, places)
-        tensors = _Again.apply(run, *carried)  # type: ignore[no-untyped-call]
+        tensors = apply_all(_Again, run, *carried)
         run.hand_out(tensors)
         return run.build(tensors)
 

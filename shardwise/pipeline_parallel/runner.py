@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.functions import apply
 from shardwise.pipeline_parallel.schedule import Action, Kind, Receive, Schedule, Send, Step
 from shardwise.pipeline_parallel.wire import Incoming, Spec, Wire
 
@@ -357,7 +358,7 @@ def _enter(received: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Any, ...]:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor.detach()
         leaves.append(tensor.detach().requires_grad_())
-        entered: Tensor = _Entrance.apply(leaves[-1])  # type: ignore[no-untyped-call]
+        entered: Tensor = apply(_Entrance, leaves[-1])
         return entered
 
     found: tuple[Any, ...] = tree_map_only(Tensor, one, received)

@@ -316,7 +316,7 @@ def _chain(
         received: tuple[Any, ...] = ()
         for number, part in enumerate(parts):
             module = copy.deepcopy(part.module)
-            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta or device == "meta" else t)  # type: ignore[no-untyped-call]
+            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta or device == "meta" else t)
             if device != "meta":
                 with torch.no_grad():
                     for parameter in module.parameters():
@@ -375,7 +375,7 @@ def _seconds(
             value = call()
             scalar = loss(value, example[1]) if loss is not None and len(found) == len(parts) - 1 else _total(value)
             if scalar.requires_grad:
-                scalar.backward()  # type: ignore[no-untyped-call]
+                scalar.backward()
             times.append(time.perf_counter() - start)
         found.append(min(times))
         return value

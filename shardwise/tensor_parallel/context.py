@@ -235,7 +235,7 @@ class Context:
         if documents is None:
             assert self._current is not None, "the model was called with a batch that was not divided"
             return self._current.undivided()
-        found: Spread | None = self._spreads.get(documents)  # type: ignore[no-untyped-call]
+        found: Spread | None = self._spreads.get(documents)
         if found is None:
             raise ValueError(
                 "plan.context: attention was called with documents that are not the batch's, so those of the other "

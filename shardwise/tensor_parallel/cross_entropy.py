@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.functions import apply
 from shardwise.layout import share
 from shardwise.loss import IGNORED, CrossEntropy
 from shardwise.tensor_parallel.region import Region, rows_of
@@ -32,7 +33,7 @@ def divided_cross_entropy(
         terms: label smoothing and z-loss.
         vocabulary: V.
     """
-    return _CrossEntropy.apply(rows_of(logits), targets.reshape(-1), terms, region, vocabulary)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_CrossEntropy, rows_of(logits), targets.reshape(-1), terms, region, vocabulary)
 
 
 def _chunks(logits: Tensor) -> list[slice]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.functions import apply
 from shardwise.layout import share
 from shardwise.tensor_parallel.region import Landing, Region, rows_of
 
@@ -45,7 +46,7 @@ class Table:
         weight = self.landing.parameter("weight")
         assert weight is not None
         if torch.is_grad_enabled():
-            return _Lookup.apply(index, weight, self)  # type: ignore[no-any-return, no-untyped-call]
+            return apply(_Lookup, index, weight, self)
         return _look_up(index, weight, self)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise import kernels
+from shardwise.functions import apply, apply_all
 from shardwise.tensor_parallel.region import SEQUENCE_DIM, Landing, Region, product, rows_of
 
 
@@ -71,7 +72,7 @@ class Columns:
         weights = [landing.matrix() for landing in self.landings]
         biases = [landing.parameter("bias") for landing in self.landings]
         if torch.is_grad_enabled():
-            return _Columns.apply(x, self, known, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+            return apply_all(_Columns, x, self, known, *weights, *biases)
         return _column_products(self, x, weights, biases)
 
 
@@ -187,7 +188,7 @@ class Row:
         only its graph is wanted (recomputation)."""
         weight, bias = self.landing.matrix(), self.landing.parameter("bias")
         if torch.is_grad_enabled():
-            return _Row.apply(x, weight, bias, self, known)  # type: ignore[no-any-return, no-untyped-call]
+            return apply(_Row, x, weight, bias, self, known)
         return _row_product(self.region, x, weight, bias)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.functions import apply
 from shardwise.mesh import Axis
 from shardwise.tensor_parallel import block_attention
 from shardwise.tensor_parallel.block_attention import Hidden
@@ -227,7 +228,7 @@ def ring_attention(
         (B, N, S of this rank, E).
     """
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _RingAttention.apply(q, k, v, axis, spread, window, factor)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_RingAttention, q, k, v, axis, spread, window, factor)
 
 
 class RingAttention(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.functions import apply
 from shardwise.initial import seed_of
 from shardwise.layout import share
 from shardwise.randomness import Generators, generators, restore, seed_generators
@@ -51,12 +52,12 @@ def _own(whole: Tensor, region: Region, dim: int) -> Tensor:
 
 def whole(shard: Tensor, region: Region, dim: int, length: int) -> Tensor:
     """The tensor whose shares along `dim` the ranks hold; what follows must be the same on all of them."""
-    return _Whole.apply(shard, region, dim, length)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_Whole, shard, region, dim, length)
 
 
 def own_share(tensor: Tensor, region: Region, dim: int) -> Tensor:
     """This rank's share along `dim` of a tensor that all ranks hold."""
-    return _Share.apply(tensor, region, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_Share, tensor, region, dim)
 
 
 class _Enter(torch.autograd.Function):
@@ -79,7 +80,7 @@ class _Enter(torch.autograd.Function):
 def enter_whole(module: nn.Module, region: Region) -> None:
     """Gather the stream, a module's first argument, before the module in place of in the column layers inside."""
 
-    on_stream(module, lambda x: _Enter.apply(x, region))  # type: ignore[no-untyped-call]
+    on_stream(module, lambda x: apply(_Enter, x, region))
 
 
 def on_stream(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

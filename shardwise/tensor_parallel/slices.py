@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise import batch as batches
 from shardwise.batch import Batch
+from shardwise.functions import apply
 from shardwise.layout import share
 from shardwise.tensor_parallel import block_attention, context
 from shardwise.tensor_parallel.block_attention import Hidden
@@ -323,7 +324,7 @@ class SlicedAttention(nn.Module):
         """
         kept, view = self._slices.at(self, k, v, documents)
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        return _SlicedAttention.apply(q, k, v, kept, view, self.window, scale)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_SlicedAttention, q, k, v, kept, view, self.window, scale)
 
 
 def divide(model: nn.Module, num: int) -> Slices:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.functions import apply
 from shardwise.mesh import Axis
 from shardwise.tensor_parallel.zigzag import Spread, check_lengths
 
@@ -47,7 +48,7 @@ def all_to_all(
     sizes = [sum(part.numel() for part in some) for some in parts]
     numels = [[torch.Size(shape).numel() for shape in some] for some in shapes]
     flat = torch.cat([part.reshape(-1) for some in parts for part in some])
-    received = _AllToAll.apply(flat, sizes, [sum(some) for some in numels], axis)  # type: ignore[no-untyped-call]
+    received = apply(_AllToAll, flat, sizes, [sum(some) for some in numels], axis)
     pieces = iter(received.split([numel for some in numels for numel in some]))
     return [[next(pieces).view(tuple(shape)) for shape in some] for some in shapes]
 
