@@ -141,9 +141,12 @@ def agent_reports() -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    # A disk that is full must not hide the error that is being reported.
+    # Whole or not at all: the agent may end this rank in the middle, and fails itself where it reads half a record. A
+    # disk that is full must not hide the error that is being reported.
+    beside = path.with_name(f"{path.name}.part")
     try:
-        path.write_text(text)
+        beside.write_text(text)
+        os.replace(beside, path)
     except OSError:
         return
 

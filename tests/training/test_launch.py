@@ -1,3 +1,4 @@
+import json
 import os
 import random
 import signal
@@ -81,6 +82,29 @@ def test_one_rank_s_error_ends_the_job_at_once_and_is_told_once(
     assert not (tmp_path / "run" / "error-rank-0.txt").exists()
     assert workers() == {}
     assert time.time() - (tmp_path / "run" / "error-rank-1.txt").stat().st_mtime < 10
+
+
+def test_a_rank_ended_while_it_records_its_error_leaves_no_half_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's agent reads every record that is there when it ends the other ranks, and breaks on half of one."""
+    record = tmp_path / "error.json"
+    monkeypatch.setenv(faults.ERROR_FILE, str(record))
+    killed = tmp_path / "killed.py"
+    killed.write_text(
+        "import os, pathlib, signal\n"
+        "from shardwise.training import faults\n"
+        "write = pathlib.Path.write_text\n"
+        "def half(path, text):\n"
+        "    write(path, text[: len(text) // 2])\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "pathlib.Path.write_text = half\n"
+        "faults.leave_record(faults.fault_of(KeyError('planted'), 1), None)\n"
+    )
+    assert subprocess.run([sys.executable, str(killed)]).returncode == -signal.SIGTERM
+    assert not record.exists()
+    faults.leave_record(faults.fault_of(KeyError("planted"), 1), None)
+    assert json.loads(record.read_text())["message"]["extraInfo"]["fault"]["rank"] == 1
 
 
 def test_a_worker_does_not_outlive_the_process_that_started_it() -> None:
