@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.data_parallel.bucket import Scale
-from shardwise.data_parallel.buckets import Buckets
+from shardwise.data_parallel.buckets import Buckets, Scale
 from shardwise.data_parallel.reducer import Flat
 from shardwise.data_parallel.units import Units
 from shardwise.gradient import Tape, hook

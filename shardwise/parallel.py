@@ -10,8 +10,7 @@ from torch import Tensor
 from shardwise import batch as batches
 from shardwise import collectives
 from shardwise.batch import Batch
-from shardwise.data_parallel.bucket import Scale
-from shardwise.data_parallel.buckets import Buckets
+from shardwise.data_parallel.buckets import Buckets, Scale
 from shardwise.exchange import Totals
 from shardwise.layout import share
 from shardwise.loss import Loss

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk, Owner
-from shardwise.data_parallel.bucket import Entry
+from shardwise.data_parallel.bucket import Storage
 from shardwise.data_parallel.buckets import BUCKET_BYTES, Buckets
+from shardwise.data_parallel.entry import Entry
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.data_parallel.units import UNIT
 from shardwise.given import facts_of, refuse_batch_statistics
@@ -224,9 +225,8 @@ def parallelize(
 
     def buckets_of(parameters: Iterable[nn.Parameter], stage: int) -> Buckets:
         entries = [entry(parameter) for parameter in parameters]
-        return Buckets(
-            entries, stage, precision, device, reducer, further, optimizer, bucket_bytes, schedule_puts_off, tiers, seed
-        )
+        storage = Storage(stage, precision, device, reducer, optimizer, tiers, seed)
+        return Buckets(entries, storage, further, bucket_bytes, schedule_puts_off)
 
     own_buckets = [
         buckets_of((p for p in stage.parameters() if p.requires_grad and id(p) not in shared), plan.zero)

@@ -1,6 +1,7 @@
 """What a rank holds, by name: for checkpoints, for comparison, and counted in bytes."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk
-from shardwise.data_parallel.bucket import Bucket, Entry
+from shardwise.data_parallel.bucket import Bucket
+from shardwise.data_parallel.bucket_pieces import BucketPieces
 from shardwise.data_parallel.buckets import Buckets
+from shardwise.data_parallel.entry import Entry
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.layout import Layout, Place
 from shardwise.memory.offload import Traffic
@@ -50,25 +53,24 @@ class State:
 
     def __init__(self, parts: Assembly, mesh: Mesh, optimizer: Optimizer | None) -> None:
         self._parts, self._mesh, self._optimizer = parts, mesh, optimizer
+        self._units = [*(chunk.buckets for chunk in parts.chunks), *parts.shared]
+        self._given: list[BucketPieces] = []  # by `by_name`, until they are loaded
 
-    def entries(self) -> Iterator[tuple[Bucket, Entry, Tensor]]:
-        """Every trained parameter this rank holds: its bucket, and the bucket's newest values (at stage 3 without
-        memory)."""
-        for buckets in (*(chunk.buckets for chunk in self._parts.chunks), *self._parts.shared):
-            for bucket, entry in buckets:
-                yield bucket, entry, bucket.values
+    def entries(self) -> Iterator[tuple[Bucket, Entry]]:
+        """Every trained parameter this rank holds, with its bucket."""
+        return itertools.chain(*self._units)
 
     def by_name(self) -> dict[str, Tensor | Pieces]:
         """This rank's parts of parameters and buffers, "model/<name>", and of "optimizer/<parameter>/<moment>"."""
         state: dict[str, Tensor | Pieces] = {}
         places: dict[str, Place] = dict(self._parts.splits)
-        for bucket in {id(bucket): bucket for bucket, _, _ in self.entries()}.values():
-            bucket.begin_state()
-        for bucket, entry, values in self.entries():
-            state[f"model/{entry.name}"] = bucket.value_pieces(entry, values, places)
-            if self._optimizer is not None:
-                for moment, pieces in bucket.moment_pieces(entry, self._optimizer, places).items():
-                    state[f"optimizer/{entry.name}/{moment}"] = pieces
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        self._given = [BucketPieces(bucket, self._optimizer, places) for bucket in buckets]
+        for bucket, pieces in zip(buckets, self._given, strict=True):
+            for entry in bucket.entries:
+                state[f"model/{entry.name}"] = pieces.values(entry)
+                for moment, part in pieces.moments(entry).items():
+                    state[f"optimizer/{entry.name}/{moment}"] = part
         for name, parameter in self._parts.frozen.items():
             state[f"model/{name}"] = self._boxed(name, parameter.detach())
         for name, buffer in self._parts.persistent.items():
@@ -85,31 +87,32 @@ class State:
 
     def loaded(self) -> None:
         """Call after tensors of `state_dict()` were overwritten in place."""
-        units = [*(chunk.buckets for chunk in self._parts.chunks), *self._parts.shared]
-        for buckets in units:
-            for bucket in buckets.buckets:
+        for pieces in self._given:
+            pieces.loaded()
+        self._given = []
+        for unit in self._units:
+            for bucket in unit.buckets:
                 bucket.store()
-                if self._optimizer is not None:
-                    bucket.take_moments(self._optimizer)
         self._parts.reducer.meet()
-        for buckets in units:
-            buckets.refresh()
+        for unit in self._units:
+            unit.refresh()
         for chunk in self._parts.chunks:
             chunk.settle()
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter (in mixed precision its master), whole, on every rank, in the model's own order."""
         mine: dict[str, Tensor] = dict(self._parts.frozen)
-        for bucket, entry, values in self.entries():
+        for bucket, entry in self.entries():
             with bucket.shelves.here("parameters", "master", changed=False):
-                whole = values if bucket.stage < 3 and not bucket.precision.mixed else bucket.whole(bucket.master)
+                kept = bucket.stage < 3 and not bucket.precision.mixed
+                whole = bucket.values if kept else bucket.whole(bucket.master)
             mine[entry.name] = bucket.view(whole, entry)
         return self._gather(mine)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's summed gradient of the last update, before clipping, whole, on every rank."""
         mine = {}
-        for bucket, entry, _ in self.entries():
+        for bucket, entry in self.entries():
             with bucket.shelves.here("gradients", changed=False):
                 mine[entry.name] = bucket.view(bucket.whole(bucket.own_gradient), entry) / bucket.scale
         return self._gather(mine)
@@ -151,10 +154,10 @@ class State:
         """The name of the first parameter whose bits differ between ranks that hold the same piece, None if there is
         none."""
         mine: dict[object, str] = {}
-        for bucket, entry, values in self.entries():
+        for bucket, entry in self.entries():
             bucket.acquire()
             piece = (entry.name, tuple(source for source, _ in entry.layout.pieces(self._parts.splits)))
-            mine[piece] = fingerprint(bucket.view(values, entry).clone())
+            mine[piece] = fingerprint(bucket.view(bucket.values, entry).clone())
             bucket.release()
         everyone = collectives.all_gather_object(mine, self._mesh.axis("world"))
         found: dict[object, str] = {}
@@ -167,9 +170,9 @@ class State:
         "activations", what blocks keep at most at once once it has been measured. Padding of buckets is counted,
         other ranks' memory that this one maps is not."""
         found = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0)
-        for buckets in (*(chunk.buckets for chunk in self._parts.chunks), *self._parts.shared):
-            found["buffers"] += buckets.landing_bytes
-            for bucket in buckets.buckets:
+        for unit in self._units:
+            found["buffers"] += unit.landing_bytes
+            for bucket in unit.buckets:
                 for kind, size in bucket.memory().items():
                     found[kind] += size
         for chunk in self._parts.chunks:

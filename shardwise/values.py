@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.chunk import Owner
-from shardwise.data_parallel.bucket import Entry
+from shardwise.data_parallel.entry import Entry
 from shardwise.initial import Initial
 from shardwise.layout import Layout, draw
 from shardwise.mesh import Mesh

@@ -3,80 +3,64 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise import collectives
 from shardwise.collectives import sum_of_squares
+from shardwise.data_parallel.entry import Entry
 from shardwise.data_parallel.reducer import Flat, Pending, Reducer
-from shardwise.gradient import Slot
-from shardwise.layout import Layout, Place, share
-from shardwise.memory.offload import Shelves, Tier, standing_in
+from shardwise.layout import Place, share
+from shardwise.memory.offload import Shelves, Tier
 from shardwise.memory.precision import Precision
 from shardwise.memory.rounding import round_into
 from shardwise.mesh import Axis
-from shardwise.optimizers.optimizer import Fragment, Optimizer, Packed, override_of
-from shardwise.pieces import Away, Pieces, pieces_of
+from shardwise.optimizers.optimizer import Fragment, Optimizer, override_of
 
 # What an update needs of a bucket, of what may live elsewhere.
 KINDS = ("parameters", "master", "gradients", "optimizer")
 
 
-@dataclass
-class Entry:
-    """One trainable parameter of a chunk.
+@dataclass(frozen=True)
+class Storage:
+    """How parameters, their gradients and their optimizer state are kept.
 
     Args:
-        name: its canonical name in the whole model.
-        layout: where its pieces live.
-        shape: of this rank's piece.
-        decay: whether weight decay applies.
-        direct: whether the module that owns it writes its gradient itself (`shardwise.gradient.is_direct`).
-        counted: whether this rank counts it in the gradient norm (one of the ranks that hold the same piece does).
-        first: whether of the ranks along the tensor axis that hold copies of its piece this is the first.
-        largest: elements of the largest piece that any rank has, by which all agree; 0 where all have `shape`.
-        unit: which unit of the chunk it is gathered with at ZeRO stage 3; -1 with the whole chunk.
-        block: the number of its own loss scale, where every residual block has one.
-        extra: names further sums that its gradient must go through, for a parameter whose gradient is partial elsewhere
-            too.
+        stage: of ZeRO.
+        precision, device: of values, gradients and state.
+        reducer: for the sums over the gradient axis.
+        optimizer: whose state to hold; None holds none.
+        tiers: what lives elsewhere, by key of `plan.offload`.
+        seed: of stochastic rounding.
     """
 
-    name: str
-    layout: Layout
-    shape: tuple[int, ...]
-    decay: bool
-    direct: bool
-    counted: bool = True
-    first: bool = True
-    largest: int = 0
-    unit: int = -1
-    block: int = 0
-    extra: str = ""
-    value: Tensor = field(default_factory=lambda: torch.empty(0))  # the view into the bucket's first values
-    slot: Slot = field(init=False)
+    stage: int
+    precision: Precision
+    device: torch.device
+    reducer: Reducer
+    optimizer: Optimizer | None
+    tiers: dict[str, Tier]
+    seed: int
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-class Scale(NamedTuple):
-    """What an update multiplies gradients by: the clipping factor, over the factor their loss was multiplied by.
-
-    Where every block has a factor of its own, `blocks` has them, None for one that is left out of this update.
-    """
-
-    clip: float = 1.0
-    loss: float = 1.0
-    blocks: tuple[float | None, ...] = ()
+    def treatment(self, entry: Entry) -> tuple[bool, float, float]:
+        """What two parameters must have in common to be updated in one run, in the order in which a bucket holds
+        them."""
+        if self.optimizer is None:
+            return (False, 1.0, -1.0)
+        override = override_of(self.optimizer.overrides, entry.name)
+        return not entry.decay, override.lr_scale, -1.0 if override.weight_decay is None else override.weight_decay
 
 
 class Bucket:
     """Parameters that are stored, summed and updated together.
+
+    Args:
+        entries: the parameters.
+        storage: how they are kept.
+        further: the axes that their gradients are summed over after the gradient axis.
 
     Attributes:
         values: all of them, (N,), N padded so that the ranks of the zero axis divide it; at stage 3 without memory
@@ -88,27 +72,23 @@ class Bucket:
         master: the fragment that the optimizer updates: `own` itself, or, in mixed precision, its copy in the master
         format.
         own_gradient: the fragment of the summed gradients.
+        fragments: what the optimizer updates one by one: a parameter, or, if it is elementwise, a run of them.
+        spans: by fragment, where in `own` it is.
+        members: by fragment, the names of its parameters.
     """
 
-    def __init__(
-        self,
-        entries: list[Entry],
-        stage: int,
-        precision: Precision,
-        device: torch.device,
-        reducer: Reducer,
-        further: Sequence[Axis],
-        optimizer: Optimizer | None,
-        tiers: dict[str, Tier],
-        seed: int,
-    ) -> None:
+    def __init__(self, entries: list[Entry], storage: Storage, further: Sequence[Axis]) -> None:
+        stage, reducer, precision, device = storage.stage, storage.reducer, storage.precision, storage.device
         # Those that the optimizer treats alike side by side.
-        self.entries = sorted(entries, key=lambda entry: _treatment(entry, optimizer)) if optimizer else entries
+        self.entries = sorted(entries, key=storage.treatment)
         self.counted = entries[0].counted
         self.unit = entries[0].unit
         self.block = entries[0].block
+        self.storage = storage
         self.stage = stage
         self.reducer = reducer
+        self.precision = precision
+        self.device = device
         self.further = further
         self.offsets: dict[str, int] = {}
         offset = 0
@@ -121,14 +101,10 @@ class Bucket:
         self.numel = length * parts
         self.start = (reducer.zero.rank if stage else 0) * length
         self.stop = self.start + length
-        self.precision = precision
-        self.seed = seed
-        self.device = device
         self.fragments: list[Fragment] = []
-        self._spans: list[tuple[int, int]] = []  # of the fragments, in `own`
-        self._members: list[set[str]] = []  # the names of each fragment's parameters
-        self._unpacked: dict[int, dict[str, Tensor]] = {}  # by fragment, moments of an optimizer that packs its state
-        self.shelves = Shelves(tiers)
+        self.spans: list[tuple[int, int]] = []
+        self.members: list[set[str]] = []
+        self.shelves = Shelves(storage.tiers)
         away = stage == 3 and self.shelves.put("parameters", [_like(length, precision.compute)], self._take_own)
         self.common = bool(stage) and not away and reducer.link is not None
         self.gathers = stage == 3 and not self.common
@@ -156,6 +132,8 @@ class Bucket:
         self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
         self.scale = 1.0  # by which the last update clipped the gradient
+        if storage.optimizer is not None:
+            self._make_fragments(storage.optimizer)
 
     def allocate(self) -> Flat:
         """Memory for a version of `stored`. Collective over the gradient axis from stage 1 on."""
@@ -197,15 +175,11 @@ class Bucket:
         low, high = max(start, self.start), min(stop, self.stop)
         return (low, high) if low < high else (start, start)
 
-    def make_fragments(self, optimizer: Optimizer) -> None:
-        """Divide the rank's fragment into what the optimizer treats one by one: parameters, or, if it is elementwise,
-        runs of parameters that it treats alike."""
-        members = [[entry] for entry in self.entries]
-        if optimizer.elementwise:
-            runs = itertools.groupby(self.entries, lambda entry: _treatment(entry, optimizer))
-            members = [list(run) for _, run in runs]
-        for run in members:
-            entry, alone = run[0], not optimizer.elementwise
+    def _make_fragments(self, optimizer: Optimizer) -> None:
+        alone = not optimizer.elementwise
+        runs = itertools.groupby(self.entries, self.storage.treatment)
+        for run in [[entry] for entry in self.entries] if alone else [list(run) for _, run in runs]:
+            entry = run[0]
             first, numel = self.offsets[entry.name], sum(other.numel for other in run)
             low, high = self.overlap(first, first + numel)
             span = (low - self.start, high - self.start) if low < high else (0, 0)
@@ -226,8 +200,8 @@ class Bucket:
                 weight_decay=override.weight_decay,
             )
             self.fragments.append(fragment)
-            self._spans.append(span)
-            self._members.append({other.name for other in run})
+            self.spans.append(span)
+            self.members.append({other.name for other in run})
         self.shelves.put_states(self.fragments, optimizer, self.device)
 
     def _updated(self, span: tuple[int, int]) -> Tensor:
@@ -243,7 +217,7 @@ class Bucket:
         with self.shelves.here(*KINDS):
             masters = self.own.to(self.precision.master) if self.precision.rounds else self.master
             with self.shelves.beside(masters, self.own_gradient) as (parameters, gradients):
-                for fragment, span in zip(self.fragments, self._spans, strict=True):
+                for fragment, span in zip(self.fragments, self.spans, strict=True):
                     fragment.parameter, fragment.gradient = parameters[slice(*span)], gradients[slice(*span)]
                 yield self.fragments
             if self.precision.rounds:
@@ -258,11 +232,11 @@ class Bucket:
             part = slice(low - self.start, high - self.start)
             if low < high:
                 own, values = self.own[part], updated[part]
-                round_into(own, values, entry.name, entry.layout, splits, low - first, self.seed, step)
+                round_into(own, values, entry.name, entry.layout, splits, low - first, self.storage.seed, step)
 
     def _let_go(self) -> None:
         """What is not there is referred to by nobody, so that its memory is free."""
-        for fragment, span in zip(self.fragments, self._spans, strict=True):
+        for fragment, span in zip(self.fragments, self.spans, strict=True):
             fragment.parameter, fragment.gradient = self._updated(span), self.own_gradient[slice(*span)]
 
     def _take_own(self, tensors: list[Tensor]) -> None:
@@ -394,90 +368,6 @@ class Bucket:
         collectives.all_gather(own, found, self.reducer.zero)
         return found
 
-    # State by name
-
-    def value_pieces(self, entry: Entry, values: Tensor, places: dict[str, Place]) -> Pieces | Tensor:
-        """One parameter's values for a checkpoint; a view in its shape where this rank holds all of it."""
-        first = self.offsets[entry.name]
-        if self.stage < 3 and not self.precision.mixed:
-            low, high = first, first + entry.numel
-            own = values[low:high]
-        else:
-            low, high = self.overlap(first, first + entry.numel)
-
-            def of(master: Tensor) -> Pieces:
-                part = master[low - self.start : high - self.start] if low < high else master[:0]
-                return pieces_of(entry.layout, places, part, low - first, high - first)
-
-            if self.master.is_meta:
-                return self._away(of, "master" if self.precision.mixed else "parameters", 0)
-            own = self.master[low - self.start : high - self.start] if low < high else self.master[:0]
-        if own.numel() == entry.numel and not entry.layout.splits:
-            return own.view(entry.shape)
-        return pieces_of(entry.layout, places, own, low - first, high - first)
-
-    def moment_pieces(self, entry: Entry, optimizer: Optimizer, places: dict[str, Place]) -> dict[str, Pieces | Tensor]:
-        """One parameter's optimizer state for a checkpoint, by moment. After loading in place `take_moments` is due."""
-        first = self.offsets[entry.name]
-        low, high = self.overlap(first, first + entry.numel)
-        number = next(index for index, names in enumerate(self._members) if entry.name in names)
-        fragment, span = self.fragments[number], self._spans[number]
-        moments = fragment.state
-        if isinstance(optimizer, Packed):
-            if number not in self._unpacked:
-                with self.shelves.here("optimizer", changed=False):
-                    near = self.device if self.shelves.of("optimizer") is None else torch.device("cpu")
-                    self._unpacked[number] = optimizer.moments(standing_in(fragment, near))
-            moments = self._unpacked[number]
-        begin = low - self.start - span[0] if low < high else 0
-        origin = sum(len(other.state) for other in self.fragments[:number])
-        found: dict[str, Pieces | Tensor] = {}
-        for index, (name, moment) in enumerate(moments.items()):
-            kept = optimizer.factored.get(name)
-
-            def of(moment: Tensor, kept: tuple[int, ...] | None = kept) -> Pieces:
-                if kept is not None:
-                    return pieces_of(_reduced(entry.layout, kept), places, moment.reshape(-1), 0, moment.numel())
-                return pieces_of(entry.layout, places, moment[begin : begin + (high - low)], low - first, high - first)
-
-            if moment.is_meta:
-                found[name] = self._away(of, "optimizer", origin + index)
-            elif kept is None and high - low == entry.numel and not entry.layout.splits:
-                found[name] = moment[begin : begin + (high - low)].view(entry.shape)
-            else:
-                found[name] = of(moment)
-        return found
-
-    def _away(self, of: Callable[[Tensor], Pieces], kind: str, index: int) -> Pieces:
-        """Pieces of a tensor on a shelf, brought when they are asked for."""
-        shelf = self.shelves.of(kind)
-        assert shelf is not None
-        return Away.of(of(shelf.away[index]), lambda: of(shelf.peek(index)))
-
-    def begin_state(self) -> None:
-        """`moment_pieces` is about to be called anew: state that is kept packed has changed since."""
-        self._unpacked.clear()
-
-    def take_moments(self, optimizer: Optimizer) -> None:
-        """Take what was loaded in place into what `moment_pieces` gave."""
-        if isinstance(optimizer, Packed):
-            with self.shelves.here("optimizer"):
-                for number, moments in self._unpacked.items():
-                    optimizer.pack(self.fragments[number], moments)
-        self._unpacked.clear()
-
-
-def _treatment(entry: Entry, optimizer: Optimizer) -> tuple[bool, float, float]:
-    """What two parameters must have in common to be updated in one run, in the order in which a bucket holds them."""
-    override = override_of(optimizer.overrides, entry.name)
-    return not entry.decay, override.lr_scale, -1.0 if override.weight_decay is None else override.weight_decay
-
 
 def _like(length: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(length, dtype=dtype, device="meta")
-
-
-def _reduced(layout: Layout, kept: tuple[int, ...]) -> Layout:
-    """The layout of a statistic that keeps some of a parameter's dimensions."""
-    splits = tuple(replace(split, dim=kept.index(split.dim)) for split in layout.splits if split.dim in kept)
-    return Layout(tuple(layout.shape[dim] for dim in kept), splits)

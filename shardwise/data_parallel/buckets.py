@@ -10,17 +10,17 @@ stage 2 on whole gradients exist only while they land: every microbatch's are su
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.data_parallel.bucket import KINDS, Bucket, Entry, Scale
-from shardwise.data_parallel.reducer import Flat, Pending, Reducer
+from shardwise.data_parallel.bucket import KINDS, Bucket, Storage
+from shardwise.data_parallel.entry import Entry
+from shardwise.data_parallel.reducer import Flat, Pending
 from shardwise.gradient import Slot
-from shardwise.memory.offload import Tier
-from shardwise.memory.precision import Precision
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Optimizer
 
@@ -30,44 +30,45 @@ BUCKET_BYTES = 8 << 20
 LANDING_BUFFERS = 2
 
 
+class Scale(NamedTuple):
+    """What an update multiplies gradients by: the clipping factor, over the factor their loss was multiplied by.
+
+    Where every block has a factor of its own, `blocks` has them, None for one that is left out of this update.
+    """
+
+    clip: float = 1.0
+    loss: float = 1.0
+    blocks: tuple[float | None, ...] = ()
+
+
 class Buckets:
     """All buckets of one model chunk.
 
     Args:
         entries: the chunk's trainable parameters, in the order the model registers them.
-        stage: of ZeRO.
-        precision, device: of values, gradients and state.
-        reducer: for the sums over the gradient axis.
-        further: by an entry's `extra`, the axes its gradient is summed over after that.
-        optimizer: whose state to hold; None holds none.
+        storage: how they are kept.
+        further: by an entry's `extra`, the axes its gradient is summed over after the gradient axis.
         bucket_bytes: a bucket is closed once it is at least so large.
         puts_off: whether a schedule computes weight gradients apart from input gradients.
-        tiers: what lives elsewhere, by key of `plan.offload`.
-        seed: of stochastic rounding.
     """
 
     def __init__(
         self,
         entries: list[Entry],
-        stage: int,
-        precision: Precision,
-        device: torch.device,
-        reducer: Reducer,
-        further: dict[str, Sequence[Axis]],
-        optimizer: Optimizer | None,
-        bucket_bytes: int = BUCKET_BYTES,
-        puts_off: bool = False,
-        tiers: dict[str, Tier] | None = None,
-        seed: int = 0,
+        storage: Storage,
+        further: Mapping[str, Sequence[Axis]],
+        bucket_bytes: int,
+        puts_off: bool,
     ) -> None:
+        stage, precision, reducer = storage.stage, storage.precision, storage.reducer
         self.stage = stage
         self.reducer = reducer
         # Backward fills the last layers first.
         self.buckets = [
-            Bucket(group, stage, precision, device, reducer, further[group[0].extra], optimizer, tiers or {}, seed)
+            Bucket(group, storage, further[group[0].extra])
             for group in _groups(reversed(entries), precision.master.itemsize, bucket_bytes, by_unit=stage == 3)
         ]
-        self._brings = bool(tiers) or precision.rounds
+        self._brings = bool(storage.tiers) or precision.rounds
         self._home: dict[str, tuple[int, Bucket]] = {}
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
@@ -75,18 +76,15 @@ class Buckets:
                 view = bucket.view(bucket.landing.tensor, entry) if bucket.landing is not None else None
                 find = self._open if view is None else None
                 entry.slot = Slot(entry.name, entry.direct, self._landed, view, find, precision.converts)
-            if optimizer is not None:
-                bucket.make_fragments(optimizer)
         self._pool: list[Flat] = []
         self._busy: list[Pending | None] = []
         if stage >= 2 and self.buckets:
             largest = max(bucket.numel for bucket in self.buckets)
             count = min(LANDING_BUFFERS, len(self.buckets))
-            self._pool = [reducer.allocate(largest, precision.master, device) for _ in range(count)]
+            self._pool = [reducer.allocate(largest, precision.master, storage.device) for _ in range(count)]
             self._busy = [None] * count
-        self._private: dict[
-            int, Tensor
-        ] = {}  # by bucket, where gradients land while its buffer of the pool may be another's
+        # By bucket, where gradients land while its buffer of the pool may be another's.
+        self._private: dict[int, Tensor] = {}
         self.puts_off = puts_off
         self.spent = False  # the gradients have been used: the next backward begins anew
         self._learning = True
@@ -261,14 +259,7 @@ class Buckets:
         """This rank's part of the squared gradient norm; the parts of all ranks add up to the square."""
         return math.fsum(bucket.squares() for bucket in self.buckets)
 
-    def update(
-        self,
-        optimizer: Optimizer,
-        lr: float,
-        step: int,
-        scale: "Scale",
-        splits: dict[str, Axis],
-    ) -> None:
+    def update(self, optimizer: Optimizer, lr: float, step: int, scale: Scale, splits: dict[str, Axis]) -> None:
         """Apply the optimizer to this rank's fragments.
 
         Args:
