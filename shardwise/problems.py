@@ -19,6 +19,11 @@ class Problem(NamedTuple):
     reason: str
     mend: str
 
+    @classmethod
+    def of(cls, key: str, error: ValueError) -> Problem:
+        """What an error says of a key: "reason; mend", the key in front or not."""
+        return cls(key, *_parted(str(error).removeprefix(f"{key}: ")))
+
     def __str__(self) -> str:
         return f"{self.key}: {self.reason}" + (f"; {self.mend}" if self.mend else "")
 

@@ -13,7 +13,7 @@ from shardwise.memory import offload_activations
 from shardwise.models import ModelConfig, build
 from shardwise.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon
 from shardwise.plan import Plan
-from shardwise.plan_rules import BUILT
+from shardwise.plan_rules.built import BUILT
 from shardwise.verify import Report, verify
 from tests.pool import apart, run_ranks
 from tests.tensor_parallel.test_context import VOCABULARY, make_batches
