@@ -81,9 +81,9 @@ class Mesh:
         self._device_mesh: DeviceMesh | None = None
         self._axes: dict[str, Axis] = {}
         if self.num_ranks > 1:
-            self._device_mesh = init_device_mesh(
-                self.device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
-            )
+            # An axis of size 1 would cost a group, with its threads and sockets, for every rank.
+            large = {name: size for name, size in self.sizes.items() if size > 1}
+            self._device_mesh = init_device_mesh(self.device_type, tuple(large.values()), mesh_dim_names=tuple(large))
         for name in AXES:
             self._axes[name] = self._single(name)
         for name, members in FOLDED.items():
