@@ -1,4 +1,4 @@
-"""One pool of warm worker processes per session: importing torch once per rank keeps multi-rank tests quick.
+"""One pool of warm worker processes per session: importing torch once for all ranks keeps multi-rank tests quick.
 
 `run_ranks(function, num_ranks, *args)` runs `function(*args)` on that many ranks, each in a process with a fresh gloo
 world of that size, and returns the results by rank. The function must be importable. An exception in any rank is raised
@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 import uuid
@@ -18,6 +19,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 120.0
+# What most ranks need. On Linux it is imported once, by a process that ranks are forked from: imports are nearly all of
+# a rank's start. torch imports its compiler when it draws values for a tensor on the meta device.
+PRELOADED = ["pytest", "hypothesis", "torch.distributed", "torch._dynamo", "shardwise.verify", "shardwise.models"]
 
 
 @contextlib.contextmanager
@@ -67,7 +71,9 @@ def _serve(connection: Connection) -> None:
 
 class _Pool:
     def __init__(self) -> None:
-        self.context = mp.get_context("spawn")
+        self.context: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        if sys.platform == "linux":
+            self.context.set_forkserver_preload(PRELOADED)
         self.workers: list[tuple[Any, Connection]] = []
 
     def grow(self, num_ranks: int) -> None:
