@@ -296,7 +296,7 @@ def parallelize(
     recomputation = None
     if by_blocks != "none":
         layer_of = division.layer if division is not None else lambda module: None
-        recomputation = recompute.Recomputation(by_blocks, mesh.axis("stage"), layer_of)
+        recomputation = recompute.Recomputation(by_blocks, mesh.axis("stage"), mesh.axis("world"), layer_of)
         for chunk, most in zip(chunks, recompute.in_flight(schedule, axis.rank), strict=True):
             recomputation.apply(chunk.module, [chunk.note, *notes], most, schedule.num_microbatches)
 

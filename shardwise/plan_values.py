@@ -51,6 +51,12 @@ def bytes_of(text: str) -> int | None:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
+def limit_of(num_bytes: int) -> str:
+    """The number of bytes as a plan spells it, rounded up."""
+    unit, name = (1 << 20, "MiB") if num_bytes >= 100 << 20 else (1 << 10, "KiB")
+    return f"{-(-num_bytes // unit)}{name}"
+
+
 def _recompute(value: object) -> object:
     if isinstance(value, str) and (re.fullmatch(r"none|full|selective|sqrt|every:[1-9]\d*", value) or bytes_of(value)):
         return value

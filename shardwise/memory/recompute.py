@@ -19,11 +19,11 @@ from shardwise.memory.choice import Costs, Item, Option, everything, keeping, le
 from shardwise.memory.measure import Measured
 from shardwise.memory.parts import watch_parts
 from shardwise.memory.replay import Block, Note, Part, stand_in
-from shardwise.memory.report import Report, shown_bytes
+from shardwise.memory.report import Report
 from shardwise.mesh import Axis
 from shardwise.pipeline_parallel.schedule import Kind, Schedule, unroll
 from shardwise.pipeline_parallel.stages import Stage, Whole, parts_of
-from shardwise.plan_values import bytes_of
+from shardwise.plan_values import bytes_of, limit_of
 
 # Steps that compute everything again and are measured, before what is kept is chosen.
 MEASURED_STEPS = 2
@@ -62,16 +62,17 @@ class Recomputation:
     Args:
         how: `plan.recompute`.
         axis: the ranks that hold the same layers or parts of them, which choose alike.
+        world: all ranks.
         layer_of: what computes a module that tensor parallelism has divided, None for others.
 
     Attributes:
         report: what has been chosen; None before.
     """
 
-    def __init__(self, how: str | float, axis: Axis, layer_of: Callable[[nn.Module], object]) -> None:
+    def __init__(self, how: str | float, axis: Axis, world: Axis, layer_of: Callable[[nn.Module], object]) -> None:
         self.how = how
         self.report: Report | None = None
-        self._axis = axis
+        self._axis, self._world = axis, world
         self._layer_of = layer_of
         self._blocks: list[_Measured] = []
         self._steps = 0
@@ -101,10 +102,10 @@ class Recomputation:
         self._blocks.append(_Measured(Measured(block, modules), in_flight, runs))
 
     def after_step(self) -> None:
-        """Choose, once there are measurements. Collective over the axis.
+        """Choose, once there are measurements. Collective over the axis, with a limit in bytes over all ranks.
 
         Raises:
-            ValueError: more is kept at least than the plan's limit.
+            ValueError: some rank keeps more than the plan's limit whatever is chosen; on every rank.
         """
         self._steps += 1
         if self._steps == MEASURED_STEPS:
@@ -137,11 +138,12 @@ class Recomputation:
             return solve(blocks, how * sum(costs.without * costs.microbatches for costs in blocks))
         limit = bytes_of(how)
         assert limit is not None
-        least = least_bytes(blocks)
+        # Of all ranks, so that the value which the error names is enough for every stage.
+        least = max(collectives.all_gather_object(least_bytes(blocks), self._world))
         if least > limit:
             raise ValueError(
-                f'plan.recompute = "{how}": the inputs of blocks alone take {shown_bytes(least)} on a rank; raise it '
-                "to that, or use more microbatches, which are smaller"
+                f'plan.recompute = "{how}": even with every block computed again, their inputs take more on a rank; '
+                f'set it to "{limit_of(least)}" or more, or plan.microbatches higher, whose inputs are smaller'
             )
         return solve(blocks, limit)
 
