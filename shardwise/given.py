@@ -9,7 +9,17 @@ from shardwise.plan import Plan
 from shardwise.state import fingerprint
 
 
-def refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:
+def refuse(model: nn.Module, plan: Plan, clip: float | None) -> None:
+    """Raises ValueError for what no layout could compute."""
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip = {clip} would stop every update; choose more than 0, or None to clip nothing")
+    _refuse_batch_statistics(model, plan)
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
+
+
+def _refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:
     if plan.data_parallel * plan.context * plan.microbatches * plan.slices == 1:
         return
     for name, module in model.named_modules():

@@ -7,7 +7,7 @@
 5. The runner.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from shardwise.chunk import ModelChunk, Owner
 from shardwise.data_parallel.bucket import Storage
 from shardwise.data_parallel.buckets import BUCKET_BYTES, Buckets
 from shardwise.data_parallel.entry import Entry
+from shardwise.data_parallel.further import FurtherSums
 from shardwise.data_parallel.reducer import Reducer
-from shardwise.data_parallel.units import UNIT
-from shardwise.given import facts_of, refuse_batch_statistics
-from shardwise.gradient import Slot, Tape, attach, attach_apart, can_put_off, hook, is_direct
+from shardwise.data_parallel.units import mark_units
+from shardwise.direct import attach, is_direct
+from shardwise.given import facts_of, refuse
+from shardwise.gradient import Slot, Tape, hook
 from shardwise.head import Alone, Head
 from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
@@ -30,29 +32,22 @@ from shardwise.memory import block_scale, fp8, norms, recompute
 from shardwise.memory.offload import Traffic, tiers_of
 from shardwise.memory.offload_activations import Activations
 from shardwise.memory.precision import PRECISIONS
-from shardwise.mesh import Axis, Mesh
+from shardwise.mesh import Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Parallel
-from shardwise.pipeline_parallel import schedule as schedules
+from shardwise.pipeline_parallel.holders import Holders
+from shardwise.pipeline_parallel.planned import build_schedule, build_stages, search_schedule, takes_losses_back
 from shardwise.pipeline_parallel.runner import Runner
-from shardwise.pipeline_parallel.schedule import Kind, Schedule, round_rows
-from shardwise.pipeline_parallel.simulator import Costs, Memory
-from shardwise.pipeline_parallel.stages import Stage, Whole, cut, parts_of
+from shardwise.pipeline_parallel.schedule import Kind
 from shardwise.pipeline_parallel.versions import version_table
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
-from shardwise.plan_values import SCHEDULE_FILES
 from shardwise.state import Assembly
 from shardwise.tensor_parallel.context import divide
-from shardwise.tensor_parallel.division import Division, further_axes, further_sum
 from shardwise.tensor_parallel.division import divide as divide_layers
 from shardwise.tensor_parallel.rules import Rules, output_matrix
 from shardwise.tensor_parallel.slices import divide as divide_in_time
 from shardwise.values import move_buffers, place, settle_frozen
-
-# What a rank has whole lies apart from its pieces of what is divided, whose sizes may differ between ranks: the
-# optimizer rounds an element by where it lies in a flat tensor, and copies must stay equal to the bit.
-DIVIDED = "divided"
 
 
 def parallelize(
@@ -126,12 +121,7 @@ def parallelize(
         "bucket_bytes": bucket_bytes,
     }
     collectives.agree(mesh.axis("world"), facts_of(model, plan, decays, given))
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip = {clip} would stop every update; choose more than 0, or None to clip nothing")
-    refuse_batch_statistics(model, plan)
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
+    refuse(model, plan, clip)
 
     # Of a slice everything is computed again, its head and loss too: no block of it need be.
     whole_slices = plan.slices > 1 and plan.recompute == "full"
@@ -140,23 +130,11 @@ def parallelize(
 
     # 1. Stages
     schedule = build_schedule(plan)
-    stages = _stage_modules(model, plan, schedule, example, loss, mesh)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held_by: dict[int, list[int]] = {}
-    for number, stage in enumerate(stages):
-        for parameter in stage.parameters():
-            held_by.setdefault(id(parameter), []).append(number)
-    shared = {key: numbers for key, numbers in held_by.items() if len(numbers) > 1}
-    if schedule.asynchronous and shared:
-        name = names[next(iter(shared))]
-        raise ValueError(
-            f"plan.schedule = {plan.schedule!r} updates each stage at its own time, so {name!r}, which stages "
-            f"{shared[next(iter(shared))]} share, would differ between them: untie it (model.tied = false), or use a "
-            "synchronous schedule such as 1f1b"
-        )
-    order = list(names.values())
-    rank_of = {stage: schedule.owner(stage)[0] for stage in range(schedule.total_stages)}
-    holders = {names[key]: rank_of[numbers[0]] for key, numbers in held_by.items()}
+    stages = build_stages(model, plan, schedule, example, loss, mesh)
+    holders = Holders(model, stages, schedule)
+    names = holders.names
+    if schedule.asynchronous:
+        holders.refuse_shared(plan.schedule)
     mine = [stages[stage] for stage in schedule.placement[axis.rank]]
     scales, block_of = None, dict[int, int]()
     if plan.loss_scaling == "per-block":
@@ -177,64 +155,51 @@ def parallelize(
     reducer = Reducer(mesh, sent=PRECISIONS[plan.reduce_dtype].compute if plan.reduce_dtype != "master" else None)
     traffic = Traffic()
     tiers = tiers_of(plan.offload, device, traffic)
-    ties = _tie_axes(mesh, shared, rank_of)
-    layouts = {name: _layout_of(division, p) for name, p in model.named_parameters()}
-    parts = further_axes(mesh, layouts.values()) if division is not None else {}
-    further: dict[str, Sequence[Axis]] = {
-        _sum_key(tie, part, divided): [*ties.get(tie, ()), *((parts[part],) if part else ())]
-        for tie in ("", *ties)
-        for part in ("", *parts)
-        for divided in ("", DIVIDED)
+    layouts = {
+        name: division.layout(parameter) if division is not None else Layout(tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
     }
+    further = FurtherSums(mesh, holders, model, layouts)
     splits = {name: mesh.axis(name) for name in ("context", "tensor")}
-    unit_of = _mark_units(mine) if plan.zero == 3 else {}
-    decays = decay or (lambda name, parameter: parameter.ndim >= 2)
+    unit_of = mark_units(mine) if plan.zero == 3 else {}
     owners = _owners(mine)
 
     schedule_puts_off = any(action.kind is Kind.W for row in schedule.rows for action in row)
     # At stage 3 a module's weights are gone by the time of W.
     puts_off = schedule_puts_off and plan.zero < 3
 
-    def writes(module: nn.Module) -> bool:
-        """Whether a module is to write the gradients of its own parameters."""
-        divided = division is not None and division.writes(module)
-        return divided or is_direct(module) or (puts_off and can_put_off(module))
-
     def entry(parameter: nn.Parameter) -> Entry:
         name, key = names[id(parameter)], id(parameter)
         layout = layouts[name]
         places: dict[str, Place] = dict(splits)
         own = owners[key]
-        ranks = _ranks_of(shared.get(key, []), rank_of)
         first = layout.counted_here(places, ("tensor",))
         return Entry(
             name,
             layout,
             layout.local_shape(places),
             decay=decays(name, parameter),
-            direct=len(own) == 1 and key not in shared and writes(own[0][0]),
-            counted=first and (key not in shared or axis.rank == holders[name]),
+            direct=len(own) == 1 and not holders.shared(parameter) and is_direct(own[0][0], puts_off, division),
+            counted=first and (not holders.shared(parameter) or axis.rank == holders.first[name]),
             first=first,
             largest=layout.largest(places),
             unit=unit_of.get(key, -1),
             block=block_of.get(key, 0),
-            extra=_sum_key(
-                _tie_key(ranks) if len(ranks) > 1 else "", further_sum(layout), DIVIDED if layout.splits else ""
-            ),
+            extra=further.name(parameter, layout),
         )
 
     def buckets_of(parameters: Iterable[nn.Parameter], stage: int) -> Buckets:
         entries = [entry(parameter) for parameter in parameters]
         storage = Storage(stage, precision, device, reducer, optimizer, tiers, seed)
-        return Buckets(entries, storage, further, bucket_bytes, schedule_puts_off)
+        return Buckets(entries, storage, further.axes, bucket_bytes, schedule_puts_off)
 
     own_buckets = [
-        buckets_of((p for p in stage.parameters() if p.requires_grad and id(p) not in shared), plan.zero)
+        buckets_of((p for p in stage.parameters() if p.requires_grad and not holders.shared(p)), plan.zero)
         for stage in mine
     ]
     # What several stages hold is summed when all are done, so it is kept whole; its optimizer state is divided all the
     # same.
-    tied = {id(p): p for stage in mine for p in stage.parameters() if p.requires_grad and id(p) in shared}
+    tied = {id(p): p for stage in mine for p in stage.parameters() if p.requires_grad and holders.shared(p)}
     shared_buckets = [buckets_of(tied.values(), min(plan.zero, 1))] if tied else []
 
     # 3. Values
@@ -268,7 +233,7 @@ def parallelize(
     for number, (module, buckets) in enumerate(zip(mine, own_buckets, strict=True)):
         tape = Tape()
         own_names = [item.name for _, item in buckets]
-        _attach(module, slot_of, {id(live[name]) for name in own_names}, tape, puts_off, division)
+        attach(module, slot_of, {id(live[name]) for name in own_names}, tape, puts_off, division)
         number_of_stage = schedule.placement[axis.rank][number]
         data_rank = mesh.axis("gradient").rank  # ranks whose positions or rows differ drop different ones
 
@@ -306,7 +271,7 @@ def parallelize(
     # 5. The runner
     total = loss.sum
     last_rank, last_chunk = schedule.owner(schedule.total_stages - 1)
-    if terms is not None and last_rank == axis.rank and _takes_losses_back(schedule):
+    if terms is not None and last_rank == axis.rank and takes_losses_back(schedule):
         head = division.head() if division is not None else _head_of(model, rules)
         if head is not None and head.module in mine[last_chunk].modules():
             total = head.loss(terms, loss).sum
@@ -330,12 +295,12 @@ def parallelize(
         shared_buckets,
         frozen,
         persistent,
-        holders,
+        holders.first,
         reducer,
         splits,
         [division] if division is not None else [],
         runner,
-        order,
+        list(names.values()),
         layouts,
         stage_parameters,
         local,
@@ -351,76 +316,8 @@ def parallelize(
                 'plan.schedule = "auto" measures a microbatch: pass parallelize(..., example=(inputs, targets)), or '
                 "name a schedule"
             )
-        parallel.adopt(search_schedule(parallel, plan, example, clip))
+        parallel.adopt(search_schedule(parallel.measure(example), plan, mesh, barrier=clip is not None))
     return parallel
-
-
-def build_schedule(plan: Plan) -> Schedule:
-    """The schedule a plan names, as ranks run it; for "auto" the one it begins with, until times have been measured.
-
-    Raises:
-        ValueError: it does not exist for the plan's numbers, or its file does not fit them.
-    """
-    name = "zb-h1" if plan.schedule == "auto" else plan.schedule
-    schedule = schedules.build(
-        name,
-        plan.pipeline,
-        plan.microbatches,
-        plan.chunks,
-        slices=plan.slices,
-        vertical_sync=plan.vertical_sync,
-    )
-    schedules.check(schedule)
-    # A file says exactly what to run. From ZeRO stage 2 on, gradients that two passes make cost further memory.
-    as_it_is = plan.schedule.endswith(SCHEDULE_FILES) or plan.zero >= 2
-    return schedule if as_it_is else schedules.hand_on_early(schedule)
-
-
-def search_schedule(parallel: Parallel, plan: Plan, example: Batch, clip: float | None) -> Schedule:
-    """The schedule with the least bubble for this model on these devices: measures F, B and W of every stage on the
-    example, and searches.
-
-    Collective over the job. The ranks meet at every step's end if there is a gradient norm to agree on, which the
-    search takes into account.
-    """
-    timeline = parallel.measure(example)
-    chosen = None
-    if parallel.mesh.rank == 0:
-        assert timeline is not None
-        chosen = schedules.build(
-            "auto",
-            plan.pipeline,
-            plan.microbatches,
-            costs=Costs.measured(timeline, plan.pipeline),
-            memory=Memory((1,) * plan.pipeline),
-            limit=plan.in_flight or None,
-            barrier=clip is not None,
-        )
-        schedules.check(chosen)
-    found = collectives.broadcast_object(chosen, parallel.mesh.axis("world"))
-    assert isinstance(found, Schedule)
-    return found
-
-
-def _stage_modules(
-    model: nn.Module, plan: Plan, schedule: Schedule, example: Batch | None, loss: Loss, mesh: Mesh
-) -> list[nn.Module]:
-    if schedule.total_stages == 1 and plan.recompute != "sqrt":
-        return [Whole(model)]
-    parts = parts_of(model)
-    if schedule.total_stages == 1:
-        return [Stage(parts, first=True, last=True)]
-    chosen: list[range] | ValueError | None = None
-    if mesh.rank == 0:  # measured times differ from rank to rank
-        try:
-            chosen = cut(parts, schedule.placement, plan.cut, example, loss.sum)
-        except ValueError as error:
-            chosen = error
-    ranges = collectives.broadcast_object(chosen, mesh.axis("world"))
-    if isinstance(ranges, ValueError):
-        raise ranges
-    last = len(ranges) - 1
-    return [Stage([parts[index] for index in held], number == 0, number == last) for number, held in enumerate(ranges)]
 
 
 def _unique(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
@@ -446,31 +343,6 @@ def _owners_of(root: nn.Module, parameter: nn.Parameter) -> list[Owner]:
     return [(module, name) for module in root.modules() for name, own in module._parameters.items() if own is parameter]
 
 
-def _attach(
-    root: nn.Module, slots: dict[int, Slot], own: set[int], tape: Tape, puts_off: bool, division: Division | None
-) -> None:
-    """Let the modules of a chunk land the gradients of their parameters.
-
-    Args:
-        slots: by id of parameter.
-        own: parameters that no other stage holds. A module with others is left to autograd, since it may be called
-            under more than one tape.
-    """
-    for module in root.modules():
-        ids = {name: id(p) for name, p in module._parameters.items() if p is not None and id(p) in slots}
-        found = {name: slots[key] for name, key in ids.items()}
-        if division is not None and division.attach(module, found, tape):
-            continue
-        if not found or not own.issuperset(ids.values()):
-            continue
-        if not all(slot.direct for slot in found.values()):
-            continue
-        if is_direct(module):
-            attach(module, found, tape)
-        elif puts_off and can_put_off(module):
-            attach_apart(module, found, tape)
-
-
 def _head_of(model: nn.Module, rules: Rules | None) -> Head | None:
     """The output matrix that this rank holds whole, to be computed with its loss."""
     module = output_matrix(model, rules)
@@ -480,68 +352,3 @@ def _head_of(model: nn.Module, rules: Rules | None) -> Head | None:
     if len(others) != 1 or ("forward" in module.__dict__ and not slots):
         return None  # computes something else than a linear layer
     return Head(module, slots, others[0], Alone(module.out_features))
-
-
-def _takes_losses_back(schedule: Schedule) -> bool:
-    """Whether the last stage's backwards follow their forwards in the same step, so that its losses may be computed in
-    them."""
-    rank, chunk = schedule.owner(schedule.total_stages - 1)
-    for number in (0, 1):
-        row = [action for action in round_rows(schedule, number)[rank] if action.chunk == chunk]
-        forwards = {action.microbatch for action in row if action.kind is Kind.F}
-        if forwards != {action.microbatch for action in row if action.kind in (Kind.B, Kind.BW)}:
-            return False
-    return True
-
-
-def _ranks_of(stages: Iterable[int], rank_of: dict[int, int]) -> tuple[int, ...]:
-    return tuple(sorted({rank_of[stage] for stage in stages}))
-
-
-def _layout_of(division: Division | None, parameter: nn.Parameter) -> Layout:
-    return division.layout(parameter) if division is not None else Layout(tuple(parameter.shape))
-
-
-def _sum_key(*sums: str) -> str:
-    return " + ".join(filter(None, sums))
-
-
-def _tie_key(ranks: tuple[int, ...]) -> str:
-    return "tie " + " ".join(map(str, ranks))
-
-
-def _tie_axes(mesh: Mesh, shared: dict[int, list[int]], rank_of: dict[int, int]) -> dict[str, Sequence[Axis]]:
-    """The axis of a further sum for every set of pipeline ranks that hold the same parameter."""
-    found: dict[str, Sequence[Axis]] = {}
-    for ranks in sorted({_ranks_of(stages, rank_of) for stages in shared.values()}):
-        if len(ranks) > 1:
-            between = mesh.subgroup("pipeline", ranks)
-            found[_tie_key(ranks)] = () if between is None else (between,)
-    return found
-
-
-def _mark_units(stages: Iterable[nn.Module]) -> dict[int, int]:
-    """Number the modules that are gathered and released as one at ZeRO stage 3: the parts of a stage, or, where a model
-    lists none, the members of its module lists. Returns the unit of every parameter that belongs to just one, by id."""
-    found: dict[int, set[int]] = {}
-    number = 0
-    for stage in stages:
-        for module in _unit_modules(stage):
-            setattr(module, UNIT, number)
-            for parameter in module.parameters():
-                found.setdefault(id(parameter), set()).add(number)
-            number += 1
-        inside = {id(p) for module in _unit_modules(stage) for p in module.parameters()}
-        for parameter in stage.parameters():
-            if id(parameter) not in inside:
-                found.setdefault(id(parameter), set()).add(-1)
-    return {key: next(iter(numbers)) for key, numbers in found.items() if len(numbers) == 1}
-
-
-def _unit_modules(stage: nn.Module) -> list[nn.Module]:
-    if isinstance(stage, Stage):
-        return list(stage.parts)
-    assert isinstance(stage, Whole)
-    if isinstance(stage.model, nn.Sequential) or getattr(stage.model, "stages", None) is not None:
-        return [part.module for part in parts_of(stage.model)]
-    return [member for module in stage.modules() if isinstance(module, nn.ModuleList) for member in module]

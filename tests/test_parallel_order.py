@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shardwise.layout import share
 from shardwise.optimizers import SGD, AdamW
 from shardwise.parallel import Parallel
-from shardwise.parallelize import build_schedule, parallelize
+from shardwise.parallelize import parallelize
+from shardwise.pipeline_parallel.planned import build_schedule
 from shardwise.pipeline_parallel.schedule import unroll, versions
 from shardwise.pipeline_parallel.versions import update_groups, version_table
 from shardwise.plan import Plan

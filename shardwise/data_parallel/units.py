@@ -2,7 +2,7 @@
 back after."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from shardwise.data_parallel.bucket import Bucket
 from shardwise.data_parallel.buckets import Buckets
 from shardwise.head import before_backward
+from shardwise.pipeline_parallel.stages import Stage, Whole, parts_of
 
-# Set on a module by `parallelize`: the number of the unit whose parameters it needs.
+# Set on a module by `mark_units`: the number of the unit whose parameters it needs.
 UNIT = "_shardwise_unit"
 # What a chunk's gathered parameters may take and still be kept for the next action, on a CPU; an accelerator's chunk
 # may take this part of its memory.
@@ -149,3 +150,30 @@ def kept_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return KEPT_BYTES
     return int(torch.accelerator.get_memory_info(device)[1] * KEPT_PART)
+
+
+def mark_units(stages: Iterable[nn.Module]) -> dict[int, int]:
+    """Number the modules that are gathered and released as one at ZeRO stage 3: the parts of a stage, or, where a model
+    lists none, the members of its module lists. Returns the unit of every parameter that belongs to just one, by id."""
+    found: dict[int, set[int]] = {}
+    number = 0
+    for stage in stages:
+        for module in _unit_modules(stage):
+            setattr(module, UNIT, number)
+            for parameter in module.parameters():
+                found.setdefault(id(parameter), set()).add(number)
+            number += 1
+        inside = {id(p) for module in _unit_modules(stage) for p in module.parameters()}
+        for parameter in stage.parameters():
+            if id(parameter) not in inside:
+                found.setdefault(id(parameter), set()).add(-1)
+    return {key: next(iter(numbers)) for key, numbers in found.items() if len(numbers) == 1}
+
+
+def _unit_modules(stage: nn.Module) -> list[nn.Module]:
+    if isinstance(stage, Stage):
+        return list(stage.parts)
+    assert isinstance(stage, Whole)
+    if isinstance(stage.model, nn.Sequential) or getattr(stage.model, "stages", None) is not None:
+        return [part.module for part in parts_of(stage.model)]
+    return [member for module in stage.modules() if isinstance(module, nn.ModuleList) for member in module]

@@ -1,6 +1,6 @@
 """A model's layers divided over the tensor axis: a layout for every parameter, and modules that compute their part."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from shardwise.gradient import Slot, Tape
 from shardwise.head import Head
 from shardwise.layout import Layout, Split
 from shardwise.loss import Loss, logits_of
-from shardwise.mesh import Axis, Mesh
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.tensor_parallel import huggingface
 from shardwise.tensor_parallel import rules as tables
@@ -298,26 +298,3 @@ def _keep(division: Division, path: str, module: nn.Module, found: Assigned | No
         divide_positions(module, division.region)
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
         own_numbers(module, division.region)
-
-
-def further_sum(layout: Layout) -> str:
-    """The name of the sum over the tensor axis that a parameter's gradient needs, "" if none."""
-    if "tensor" not in layout.partial:
-        return ""
-    copies = next((split.copies for split in layout.splits if split.axis == "tensor"), 0)
-    return f"tensor {copies}" if copies else "tensor"
-
-
-def further_axes(mesh: Mesh, layouts: Iterable[Layout]) -> dict[str, Axis]:
-    """The ranks of every sum that `further_sum` names. Collective over the job; the layouts must be those of the whole
-    model."""
-    found: dict[str, Axis] = {}
-    axis = mesh.axis("tensor")
-    for name in sorted({further_sum(layout) for layout in layouts} - {""}):
-        found[name] = axis
-        if name != "tensor":
-            copies = int(name.removeprefix("tensor "))
-            for start in range(0, axis.size, copies):
-                group = mesh.subgroup("tensor", range(start, start + copies))
-                found[name] = group if group is not None else found[name]
-    return found

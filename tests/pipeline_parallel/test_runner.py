@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.loss import Loss
 from shardwise.optimizers import SGD
 from shardwise.parallel import Parallel
-from shardwise.parallelize import build_schedule, parallelize
+from shardwise.parallelize import parallelize
 from shardwise.pipeline_parallel import post, wire
+from shardwise.pipeline_parallel.planned import build_schedule
 from shardwise.pipeline_parallel.schedule import Kind, check, unroll, versions
 from shardwise.plan import Plan
 from shardwise.verify import Report, verify
