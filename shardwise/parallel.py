@@ -10,7 +10,6 @@ from torch import Tensor
 from shardwise import batch as batches
 from shardwise import collectives
 from shardwise.batch import Batch
-from shardwise.data_parallel.buckets import Buckets, Scale
 from shardwise.exchange import Totals
 from shardwise.layout import share
 from shardwise.loss import Loss
@@ -35,6 +34,7 @@ from shardwise.plan import Plan
 from shardwise.randomness import generators, restore
 from shardwise.state import Assembly, State, fingerprint
 from shardwise.step_metrics import StepMetrics
+from shardwise.updates import Updates
 
 
 class Parallel:
@@ -57,8 +57,6 @@ class Parallel:
         self.mesh = mesh
         self.schedule = schedule
         self.model = assembly.model
-        self.step_count = torch.zeros((), dtype=torch.int64)
-        self.clip = clip
         self.stage_parameters = assembly.stage_parameters
         self._assembly = assembly
         self._state = State(assembly, mesh, optimizer)
@@ -67,31 +65,21 @@ class Parallel:
         self._loss = loss
         self._optimizer = optimizer
         self._dtype = precision.compute
-        self.loss_scale: LossScale | BlockScales | None = scales
-        if scales is None and precision.compute == torch.float16:
-            self.loss_scale = LossScale()
         self._device = mesh.device()
         self._rank = mesh.axis("pipeline").rank
         self._rounds_run = 0  # steps since the pipeline was last empty
-        self.skipped_blocks = 0  # left out of the last step, with a loss scale for every block
         self._broken = False  # an error has left a step half done
         self._compared = False  # whether ranks that read the same rows have been found to do so
-        self._lr = optimizer.lr if optimizer is not None else 0.0
-        self._norm: float | None = None
-        self._skipped = self._skipped_in_drain = False
-        self._updates_left = 0
-        # Of asynchronous schedules: by step since the pipeline was empty, what its loss was multiplied by; the largest
-        # of those factors whose gradients this rank has found not finite since the last step; and what all ranks found
-        # in the last step, which is read when it is there anyway.
-        self._scales: dict[int, float] = {}
-        self._overflowed = 0.0
-        self._fault = 0  # 1 + the place of the first parameter whose gradient this rank has found not finite
-        self._reported: Callable[[], Tensor] | None = None
         self._group_of = update_groups(schedule)
         self._rows: dict[str, tuple[Step, ...]] = {}
         self._events: list[Event] = []
         names = ("world", "data", "stage") if schedule.asynchronous else ("world", "data")
         self._sums = {name: Totals(mesh.axis(name)) for name in names}
+        loss_scale = LossScale() if scales is None and precision.compute == torch.float16 else scales
+        self._updates = Updates(assembly, mesh, schedule, optimizer, clip, loss_scale, self._sums)
+        self._runner.update = self._updates.apply
+        self.step_count = self._updates.step_count
+        self.loss_scale = loss_scale
 
     # Shares of a batch
 
@@ -132,26 +120,18 @@ class Parallel:
             raise ValueError("this model has no optimizer: pass parallelize(..., optimizer=shardwise.AdamW())")
         if not self._compared:
             self._compare(batch)
-        self._lr = self._optimizer.lr if lr is None else lr
-        num_microbatches = self.schedule.num_microbatches
-        first = self._rounds_run * num_microbatches
+        first = self._rounds_run * self.schedule.num_microbatches
         traffic = self._assembly.traffic
         before = traffic.copy() if traffic is not None else None
         counts = self._feed(batch, first, training=True)
-        # What a drain has found is told by the step that follows.
-        self._skipped, self._skipped_in_drain = self._skipped_in_drain, False
-        self._updates_left = len(self.chunks)
-        if self.loss_scale is not None:
-            self._runner.loss_scale = self._scales[self._rounds_run] = self.loss_scale.value
-            self._scales.pop(self._rounds_run - 2 - 2 * self.schedule.total_stages // num_microbatches, None)
+        updates = self._updates
+        self._runner.loss_scale = updates.begin(self._optimizer.lr if lr is None else lr, self._rounds_run)
         self._run(self._steps("next" if self._rounds_run else "first"), first)
         self._note(first)
         if self.schedule.asynchronous:
             self._rounds_run += 1
         else:
             self._runner.finish()
-        if not self.schedule.asynchronous and not self._skipped:
-            self.step_count += 1
         if self._assembly.recomputation is not None:
             self._assembly.recomputation.after_step()
         losses = self._runner.losses
@@ -162,32 +142,17 @@ class Parallel:
             # Every tensor rank of the last stage has the same loss; context ranks have parts of it.
             totals[0] /= self.mesh.sizes["tensor"]
             losses.clear()
-        totals[1 + self.mesh.num_ranks + self.mesh.rank] = self._overflowed
-        totals[1 + 2 * self.mesh.num_ranks + self.mesh.rank], self._fault = self._fault, 0
-        everyone = self._sums["world"].start(totals)
-        if self.schedule.asynchronous:
-            self._overflowed = 0.0
-            self._skipped |= self._told_of_overflow()
-            self._reported = everyone
+        everyone = updates.end(totals)
         scale = self.loss_scale.value if self.loss_scale is not None else None
         moved = traffic - before if traffic is not None and before is not None else None
         return StepMetrics(
-            everyone, lambda: int(counts().sum()), self._norm, self._skipped, scale, moved, self._assembly.order
+            everyone, lambda: int(counts().sum()), updates.norm, updates.skipped, scale, moved, self._assembly.order
         )
 
-    def _told_of_overflow(self) -> bool:
-        """Whether any rank skipped an update of an asynchronous schedule in the step whose report is there.
-
-        Stages skip each by itself, at times of their own. What they found travels with the step's loss and is read a
-        step later, when it is there without waiting; the loss scale changes then, on all ranks at once. Overflows of
-        gradients that were under way with a factor that has fallen since do not lower it again.
-        """
-        if self._reported is None:
-            return False
-        largest = float(self._reported()[1 + self.mesh.num_ranks : 1 + 2 * self.mesh.num_ranks].max())
-        if isinstance(self.loss_scale, LossScale) and largest <= self.loss_scale.value:
-            self.loss_scale.count(overflowed=largest > 0)
-        return largest > 0
+    @property
+    def skipped_blocks(self) -> int:
+        """Blocks that the last step left out, with a loss scale for every block."""
+        return self._updates.skipped_blocks
 
     @property
     def recomputed(self) -> Report | None:
@@ -205,15 +170,7 @@ class Parallel:
         self._run(transfers(self.schedule, self._rank, rows), first)
         self._runner.finish()
         self._rounds_run = 0
-        self._scales.clear()
-        self._skipped_in_drain = self._told_of_overflow()
-        largest = torch.zeros(1 + self.mesh.num_ranks + 1, dtype=torch.float64)
-        largest[-1], self._overflowed = self._overflowed, 0.0
-        collectives.all_reduce(largest, self.mesh.axis("world"), "max")
-        if largest.any():
-            self._reported = lambda: largest
-            self._skipped_in_drain |= self._told_of_overflow()
-        self._reported = None
+        self._updates.drained()
         for chunk in self.chunks:
             chunk.settle()
 
@@ -317,107 +274,6 @@ class Parallel:
                 rows = round_rows(self.schedule, 0 if which == "first" else 1)
             self._rows[which] = transfers(self.schedule, self._rank, rows)
         return self._rows[which]
-
-    # Updates: the runner calls `update` for every U
-
-    def update(self, action: Action) -> None:
-        """Apply summed gradients: those of one chunk with an asynchronous schedule, else all of them once the last
-        chunk has come to it."""
-        assert self._optimizer is not None
-        if self.schedule.asynchronous:
-            chunk = self.chunks[action.chunk]
-            chunk.buckets.wait()
-            of_loss = self._scales.get(action.microbatch // self.schedule.num_microbatches, 1.0)
-            scale = self._scale(chunk.buckets.squares() if self._looks else 0.0, "stage", of_loss)
-            if scale is None or not self._looks:
-                self._fault = self._fault or self._faulty([chunk.buckets])
-            if self.plan.zero:
-                self._assembly.reducer.meet()  # as below
-            chunk.update(self._optimizer, self._lr, int(self.step_count) + 1, scale or Scale(), apply=scale is not None)
-            if self.plan.zero:
-                self._assembly.reducer.meet()
-            if self.plan.zero and scale is not None:
-                chunk.buckets.refresh()
-            if scale is None:
-                self._overflowed = max(self._overflowed, of_loss)
-            # Updates that were skipped count: stages skip each by itself, and all ranks must come to the same number.
-            if action.chunk == len(self.chunks) - 1:
-                self.step_count += 1
-            return
-        self._updates_left -= 1
-        if self._updates_left:
-            return
-        for buckets in self._assembly.shared:
-            buckets.last(backward=True, weights=True)
-            buckets.flush(overlap=False)
-        units = [*(chunk.buckets for chunk in self.chunks), *self._assembly.shared]
-        for buckets in units:
-            buckets.wait()
-        if isinstance(self.loss_scale, BlockScales):
-            scale = self._scale_blocks(units, self.loss_scale)
-        else:
-            of_loss = self.loss_scale.value if self.loss_scale is not None else 1.0
-            squares = math.fsum(buckets.squares() for buckets in units) if self._looks else 0.0
-            scale = self._scale(squares, "world", of_loss)
-        self._skipped = scale is None
-        if scale is None or not self._looks:
-            self._fault = self._faulty(units)
-        step = int(self.step_count) + 1
-        if self.plan.zero and scale is not None:
-            # A rank whose gradients are all summed may still read the parameters, for the gradient of its input.
-            self._assembly.reducer.meet()
-        for chunk in self.chunks:
-            chunk.update(self._optimizer, self._lr, step, scale or Scale(), apply=scale is not None)
-        for buckets in self._assembly.shared:
-            if scale is not None:
-                buckets.update(self._optimizer, self._lr, step, scale, self._assembly.splits)
-            buckets.spent = True
-        if isinstance(self.loss_scale, LossScale):
-            self.loss_scale.count(overflowed=scale is None)
-        if self.plan.zero and scale is not None:
-            self._assembly.reducer.meet()
-            for buckets in units:
-                buckets.refresh()
-
-    def _faulty(self, units: list[Buckets]) -> int:
-        """1 + the place, in the model's order, of the first parameter whose summed gradient is not finite in this
-        rank's part of it; 0 if there is none. Reads the gradients once."""
-        names = {name for buckets in units for bucket in buckets.buckets for name in bucket.faulty()}
-        return next((place for place, name in enumerate(self._assembly.order, 1) if name in names), 0)
-
-    def _scale_blocks(self, units: list[Buckets], scales: BlockScales) -> Scale | None:
-        """What an update multiplies each block's gradients by; blocks whose gradients are not finite are left out, and
-        all ranks agree on which. None if that is all of them."""
-        squares = torch.zeros(len(scales.state), dtype=torch.float64)
-        for buckets in units:
-            for bucket in buckets.buckets:
-                squares[bucket.block] += bucket.squares() / scales[bucket.block] ** 2
-        total = self._sums["world"].start(squares)()
-        finite = total.isfinite()
-        self.skipped_blocks = int((~finite).sum())
-        self._norm = math.sqrt(float(total[finite].sum())) if finite.any() else math.nan
-        blocks = tuple(scales[number] if good else None for number, good in enumerate(finite.tolist()))
-        scales.count(~finite)
-        if not finite.any():
-            return None
-        clip = min(1.0, self.clip / self._norm) if self.clip is not None and self._norm > 0 else 1.0
-        return Scale(clip, blocks=blocks)
-
-    @property
-    def _looks(self) -> bool:
-        """Whether updates need the gradients' norm."""
-        return self.clip is not None or self.loss_scale is not None
-
-    def _scale(self, square: float, axis: str, of_loss: float) -> Scale | None:
-        """What an update multiplies gradients by whose squared norm has the parts `square` on the ranks of `axis`, and
-        whose loss was multiplied by `of_loss`; None if they are not finite."""
-        if not self._looks:
-            return Scale()
-        total = float(self._sums[axis].start(torch.tensor([square], dtype=torch.float64))())
-        self._norm = math.sqrt(total) / of_loss if math.isfinite(total) else total
-        if not math.isfinite(self._norm):
-            return None
-        return Scale(min(1.0, self.clip / self._norm) if self.clip is not None and self._norm > 0 else 1.0, of_loss)
 
     # State by name
 

@@ -278,7 +278,7 @@ def parallelize(
             chunks[last_chunk].adopt(head)
     alike = division.region.exchange if division is not None and not plan.sequence else None
     wire = Wire(axis, device, schedule.total_stages - 1, negotiate, alike)
-    runner = Runner(schedule, axis.rank, chunks, wire, total, lambda action: parallel.update(action))
+    runner = Runner(schedule, axis.rank, chunks, wire, total)
     if slices is not None:
         runner.recompute = whole_slices
         runner.finished = slices.finished

@@ -33,7 +33,7 @@ def the_last_ranks_weights_are_off(parallel: Parallel) -> None:
 
 def one_rank_clips_otherwise(parallel: Parallel) -> None:
     if parallel.mesh.rank == 1:
-        parallel.clip = 0.0499999
+        parallel._updates.clip = 0.0499999
 
 
 def the_last_rank_loses_an_update(parallel: Parallel) -> None:

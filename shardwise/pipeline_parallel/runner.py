@@ -103,7 +103,7 @@ class Runner:
     chunks: Sequence[Chunk]
     wire: Wire
     loss_sum: Callable[[Any, Any], Tensor]
-    update: Callable[[Action], None]
+    update: Callable[[Action], None] = lambda action: None
     stamps: list[Stamp] | None = None
     loss_scale: float = 1.0
     recompute: bool = False
