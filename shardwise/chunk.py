@@ -17,7 +17,7 @@ from shardwise.head import Head
 from shardwise.memory.offload_activations import Activations
 from shardwise.mesh import Axis
 from shardwise.optimizers.optimizer import Optimizer
-from shardwise.pipeline_parallel.runner import Half
+from shardwise.pipeline_parallel.halves import Half
 from shardwise.randomness import seed_generators
 from shardwise.tensor_parallel.slices import Slices
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.functions import apply
+from shardwise.pipeline_parallel.halves import Half, halves_of
 from shardwise.pipeline_parallel.schedule import Action, Kind, Receive, Schedule, Send, Step
 from shardwise.pipeline_parallel.wire import Incoming, Spec, Wire
 
@@ -31,23 +32,11 @@ class Chunk(Protocol):
         """Run the chunk's modules, with the weight version that the microbatch uses, the first time or, with the same
         result, again."""
 
-    def begin_backward(self, half: "Half") -> None:
+    def begin_backward(self, half: Half) -> None:
         """A backward pass begins."""
 
-    def end_backward(self, half: "Half") -> None:
+    def end_backward(self, half: Half) -> None:
         """That pass has ended; if it was the weight half alone, what was put off is to be computed now."""
-
-
-@dataclass(frozen=True)
-class Half:
-    """Which half of a microbatch's backward an action runs: input gradients (`backward`), weight gradients (`weights`),
-    or both; and whether each is the chunk's last before its update."""
-
-    microbatch: int
-    backward: bool
-    weights: bool
-    last_backward: bool
-    last_weights: bool
 
 
 @dataclass
@@ -130,7 +119,7 @@ class Runner:
         absolute = [step._replace(microbatch=step.microbatch + first_microbatch) for step in steps]
         receives: deque[Receive] = deque(step for step in absolute if isinstance(step, Receive))
         posted: dict[tuple[Kind, int, int], Incoming] = {}
-        halves = _halves(absolute)
+        halves = halves_of(absolute)
         for position, step in enumerate(absolute):
             if isinstance(step, Receive):
                 continue
@@ -374,32 +363,3 @@ def _returns_later(steps: Sequence[Step], position: int) -> bool:
     """Whether other actions come between a forward and its backward."""
     following = next(step for step in steps[position + 1 :] if isinstance(step, Action))
     return following.kind is Kind.F or following[1:] != steps[position][1:]
-
-
-def _halves(steps: Sequence[Step]) -> dict[int, Half]:
-    """By position, what every backward action of a row does, and whether it is its chunk's last of that half before the
-    next update."""
-    found: dict[int, Half] = {}
-    # The halves, by (half, chunk), whose last one before an update in this row has yet to be met, going backwards.
-    open_halves: set[tuple[str, int]] = set()
-    for position in range(len(steps) - 1, -1, -1):
-        step = steps[position]
-        if not isinstance(step, Action) or step.kind is Kind.F:
-            continue
-        both = {("backward", step.chunk), ("weights", step.chunk)}
-        if step.kind is Kind.U:
-            open_halves |= both
-            continue
-        backward, weights = step.kind is not Kind.W, step.kind is not Kind.B
-        found[position] = Half(
-            step.microbatch,
-            backward,
-            weights,
-            last_backward=backward and ("backward", step.chunk) in open_halves,
-            last_weights=weights and ("weights", step.chunk) in open_halves,
-        )
-        if backward:
-            open_halves.discard(("backward", step.chunk))
-        if weights:
-            open_halves.discard(("weights", step.chunk))
-    return found
