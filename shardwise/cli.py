@@ -14,6 +14,8 @@ from shardwise.pipeline_parallel import commands
 from shardwise.problems import Problem, ProblemError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shardwise.config import Config
 
 MISTAKE = 2  # exit status of what the user can mend
@@ -75,6 +77,13 @@ def _failed(error: Exception) -> int:
 
 def _tell(text: str) -> None:
     print(f"error: {text}", file=sys.stderr)
+
+
+def _console() -> Console:
+    """Standard output; where it is no terminal there is no edge at which to wrap."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=10_000)
 
 
 def _load(path: Path, overrides: list[str] | None) -> Config:
@@ -150,15 +159,13 @@ def verify(
       shardwise verify examples/quickstart.toml --plant skip-reduction
     """
     loaded = _load(config, overrides)
-    from rich.console import Console
-
     from shardwise import verify_command
 
     report = verify_command.run(verify_command.Request(loaded, steps, plant))
     if as_json:
         print(report.to_json())
     else:
-        verify_command.show(report, Console())
+        verify_command.show(report, _console())
     if not report.agrees:
         raise typer.Exit(FAILURE)
 
@@ -268,7 +275,7 @@ def doctor(
     if as_json:
         print(found.to_json())
     else:
-        doctors.show(found, Console())
+        doctors.show(found, _console())
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 

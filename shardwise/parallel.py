@@ -67,6 +67,7 @@ class Parallel:
         self._dtype = precision.compute
         self._device = mesh.device()
         self._rank = mesh.axis("pipeline").rank
+        self._steps_taken = 0
         self._rounds_run = 0  # steps since the pipeline was last empty
         self._broken = False  # an error has left a step half done
         self._compared = False  # whether ranks that read the same rows have been found to do so
@@ -145,8 +146,16 @@ class Parallel:
         everyone = updates.end(totals)
         scale = self.loss_scale.value if self.loss_scale is not None else None
         moved = traffic - before if traffic is not None and before is not None else None
+        self._steps_taken += 1
         return StepMetrics(
-            everyone, lambda: int(counts().sum()), updates.norm, updates.skipped, scale, moved, self._assembly.order
+            self._steps_taken,
+            everyone,
+            lambda: int(counts().sum()),
+            updates.norm,
+            updates.skipped,
+            scale,
+            moved,
+            self._assembly.order,
         )
 
     @property

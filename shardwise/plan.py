@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise import toml
-from shardwise.plan_rules import RULES, Job
+from shardwise.plan_rules import Job, problems
 from shardwise.plan_values import (
     Averaging,
     Cut,
@@ -125,6 +125,11 @@ class Plan(BaseModel):
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in type(self).model_fields}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
+    def describe(self) -> str:
+        """What differs from the plan of one device, in one line."""
+        changed = self.diff(Plan())
+        return ", ".join(f"{name}={_shown(pair[0])}" for name, pair in changed.items()) or "one device"
+
     def to_toml(self) -> str:
         """The plan as the `[plan]` table of a TOML file, every key written out."""
         return toml.write({"plan": self.model_dump(mode="json", exclude_none=True)})
@@ -154,13 +159,18 @@ class Plan(BaseModel):
             num_ranks: ranks that are there; None leaves the rule out.
             batch: sequences in one global batch; None leaves the rule out.
         """
-        job = Job(model, num_ranks, batch)
-        return [problem for rule in RULES for problem in rule(self, job)]
+        return problems(self, Job(model, num_ranks, batch))
 
     def require(
         self, model: nn.Module | ModelConfig | None = None, num_ranks: int | None = None, batch: int | None = None
     ) -> None:
         """Raises PlanError with every problem `check` finds, if it finds any."""
-        problems = self.check(model, num_ranks, batch)
-        if problems:
-            raise PlanError(problems)
+        found = self.check(model, num_ranks, batch)
+        if found:
+            raise PlanError(found)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Offload):
+        return str(value)
+    return "{" + ", ".join(f"{kind}={place}" for kind, place in value.model_dump(exclude_none=True).items()) + "}"

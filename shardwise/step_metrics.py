@@ -8,9 +8,10 @@ from shardwise.memory.offload import Traffic
 
 
 class StepMetrics:
-    """What a step did. Reading `loss` or `gradient_norm` waits for the ranks that know it.
+    """What a step did. Reading `loss` or `gradient_norm`, or printing it, waits for the ranks that know it.
 
     Attributes:
+        number: of the step, from 1, since the model was made parallel.
         loss: mean over the step's targets, over all ranks.
         gradient_norm: of the summed gradients before clipping, over all parameters (with an asynchronous schedule, of
             the last update of this rank's last stage); None if it was not computed.
@@ -27,6 +28,7 @@ class StepMetrics:
 
     def __init__(
         self,
+        number: int,
         totals: Callable[[], Tensor],
         tokens: Callable[[], int],
         norm: float | None,
@@ -35,11 +37,17 @@ class StepMetrics:
         offload: Traffic | None = None,
         names: Sequence[str] = (),
     ) -> None:
+        self.number = number
         self.loss_scale = loss_scale
         self.offload = offload
         self._totals, self._tokens, self._names = totals, tokens, names
         self.gradient_norm = norm
         self.skipped = skipped
+
+    def __repr__(self) -> str:
+        norm = "" if self.gradient_norm is None else f", norm {self.gradient_norm:.3g}"
+        skipped = ", skipped" if self.skipped else ""
+        return f"step {self.number}: loss {self.loss:.4f}{norm}, {self.tokens:,} tokens{skipped}"
 
     @property
     def loss(self) -> float:

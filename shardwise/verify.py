@@ -23,7 +23,6 @@ from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Parallel
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
-from shardwise.plan_values import Offload
 from shardwise.reference import Reference
 
 # Largest relative error by precision: rounding in float64; in float32 rounding grows through a few steps. In 16 bits an
@@ -193,7 +192,7 @@ def verify(
         tolerance = max(own, sent)
         tolerance = tolerance if follows or not rounds else max(tolerance, ASYNCHRONOUS_TOLERANCE)
     floor = FLOOR if follows or not rounds else 1.0
-    report = Report(describe_plan(plan), tolerance, len(batches), update_tolerance=update_tolerance)
+    report = Report(plan.describe(), tolerance, len(batches), update_tolerance=update_tolerance)
     main = parallel.mesh.rank == 0
     reference = Reference(reference_model, parallel, loss, optimizer, seed, clip, decay) if main else None
     if follows:
@@ -230,18 +229,6 @@ def verify(
     found = collectives.broadcast_object(report, parallel.mesh.axis("world"))
     assert isinstance(found, Report)
     return found
-
-
-def describe_plan(plan: Plan) -> str:
-    """What differs from the plan of one device, in one line."""
-    changed = plan.diff(Plan())
-    return ", ".join(f"{name}={_describe_value(value[0])}" for name, value in changed.items()) or "one device"
-
-
-def _describe_value(value: Any) -> str:
-    if not isinstance(value, Offload):
-        return str(value)
-    return "{" + ", ".join(f"{kind}={place}" for kind, place in value.model_dump(exclude_none=True).items()) + "}"
 
 
 def _relative(value: float, expected: float) -> float:

@@ -15,7 +15,8 @@ from shardwise.batch import Batch
 from shardwise.config import Config
 from shardwise.mesh import Mesh
 from shardwise.parallel import Parallel
-from shardwise.training import launch, processes
+from shardwise.plan import Plan
+from shardwise.training import disks, launch, processes
 from shardwise.training.placement import Placement, placed
 from shardwise.verify import Report, verify
 
@@ -64,6 +65,7 @@ def run(request: Request) -> Report:
     place = placed()
     if place is None or place.num_ranks == 1:
         config.require(num_ranks=config.plan.num_ranks)
+        disks.require(config, _as_verified(config.plan), "cpu", local=True)
         if config.plan.num_ranks == 1:
             return work(Placement())
     report = launch.on_ranks(work, config.plan.num_ranks, grace=10)
@@ -77,7 +79,7 @@ def on_rank(request: Request, place: Placement) -> Report:
     config = request.config
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", processes.threads_per_rank(place.num_ranks))))
     place.connect("cpu", config.train.timeout)
-    plan = config.plan.replace(precision="fp64") if config.plan.precision == "fp32" else config.plan
+    plan = _as_verified(config.plan)
     vocabulary = vocabulary_of(config)
     return verify(
         models.build(config.model, vocabulary),
@@ -90,6 +92,10 @@ def on_rank(request: Request, place: Placement) -> Report:
         example=random_batches(config, vocabulary, 1)[0],
         sabotage=FAULTS[request.plant] if request.plant else None,
     )
+
+
+def _as_verified(plan: Plan) -> Plan:
+    return plan.replace(precision="fp64") if plan.precision == "fp32" else plan
 
 
 def vocabulary_of(config: Config) -> int:
@@ -123,7 +129,8 @@ def show(report: Report, console: Console) -> None:
     """The report as a table with the worst comparison of each kind, and the verdict."""
     table = Table(title=f"{report.plan}: {report.num_steps} steps against one device in float64", title_justify="left")
     for title in ("what", "comparisons", "worst", "step", "relative error", ""):
-        table.add_column(title, justify="right" if title in ("comparisons", "step", "relative error") else "left")
+        numbers = title in ("comparisons", "step", "relative error")
+        table.add_column(title, justify="right" if numbers else "left", overflow="fold")
     for kind, worst in report.worst.items():
         count = sum(difference.kind == kind for difference in report.differences)
         good = worst.error <= report.allowed(kind)

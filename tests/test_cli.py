@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import shardwise
-from shardwise import __version__, cli
+from shardwise import __version__, cli, verify_command
 from shardwise.config import Config
 from shardwise.problems import Problem
 from shardwise.training import launch
 from shardwise.training.faults import JobFailed, JobStopped
+from shardwise.verify import Difference, Report
 
 QUICKSTART = str(Path(__file__).parent.parent / "examples" / "quickstart.toml")
 COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback]
@@ -187,6 +190,8 @@ def test_prepare_train_and_generate_follow_one_another(run, tmp_path: Path) -> N
 
     trained = run("train", QUICKSTART, *overrides)
     assert trained.status == 0
+    assert trained.out.startswith("1 rank: microbatches=2; ")
+    assert " parameters; MFU against 1 TFLOP/s (log.peak_tflops of every rank)\n" in trained.out
     assert "bits per byte" in trained.out
     assert (tmp_path / "run" / "config.toml").exists()
 
@@ -206,6 +211,35 @@ def test_verify_agrees_and_says_so_in_the_exit_status(run) -> None:
     found = json.loads(run("verify", QUICKSTART, *SMALL, "--steps", "1", "--json").out)
     assert (found["agrees"], found["steps"]) == (True, 1)
     assert {difference["kind"] for difference in found["differences"]} >= {"loss", "gradient", "parameter"}
+
+
+NAME = "blocks.0." + "a_module_with_a_long_name." * 4 + "weight"
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_verify_cuts_no_name_in_a_narrow_terminal(width: int) -> None:
+    out = io.StringIO()
+    report = Report("replicate=2", 1e-9, 3, [Difference(0, "gradient", NAME, 1e-12)])
+    verify_command.show(report, Console(file=out, width=width, force_terminal=True, no_color=True))
+    columns = [line.split("\u2502") for line in out.getvalue().splitlines() if line.count("\u2502") == 7]
+    assert "".join(cells[3].strip() for cells in columns) == NAME
+
+
+def test_verify_has_one_line_for_each_row_where_no_terminal_is(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    report = Report("replicate=2", 1e-9, 3, [Difference(0, "gradient", NAME, 1e-12)])
+    monkeypatch.setattr(verify_command, "run", lambda request: report)
+    said = run("verify", QUICKSTART)
+    assert f" {NAME} " in said.out
+    assert max(map(len, said.out.splitlines())) < 300
+
+
+def test_verify_finds_a_folder_that_cannot_be_used_before_it_starts_ranks(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "on_ranks", lambda *_, **__: pytest.fail("started"))
+    said = run("verify", QUICKSTART, "plan.offload.optimizer=disk:/proc/x/y")
+    assert (said.status, said.out) == (2, "")
+    assert said.err.startswith("error: plan.offload.optimizer: /proc/x/y: there is no folder /proc/x; make it, name")
+    assert said.err.count("\n") == 1
 
 
 def test_verify_names_the_parameter_that_differs(run) -> None:

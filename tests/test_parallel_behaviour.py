@@ -14,6 +14,7 @@ from shardwise.parallel import Parallel
 from shardwise.parallelize import parallelize
 from shardwise.pieces import Pieces
 from shardwise.plan import Plan
+from shardwise.step_metrics import StepMetrics
 from tests import small_models, user_models
 from tests.pool import run_ranks
 
@@ -217,6 +218,39 @@ def test_metrics_may_be_read_when_all_is_over() -> None:
     assert left == right
     assert left[0] > 0
     assert left[1] == 4
+
+
+def printed() -> tuple[list[str], float, float | None]:
+    parallel = make({"replicate": 2}, clip=1.0)
+    good, bad = ((inputs.clone(), targets) for inputs, targets in user_models.batches(2, 4))
+    bad[0][1] = float("nan")
+    first, second = (parallel.step(parallel.share(batch)) for batch in (good, bad))
+    lines = [repr(first), str(second)] if parallel.mesh.rank == 0 else []  # one rank may print alone
+    third = parallel.step(parallel.share(good))
+    return [*lines, repr(third)], first.loss, first.gradient_norm
+
+
+def test_metrics_print_as_one_line() -> None:
+    (lines, loss, norm), _ = run_ranks(printed, 2)
+    assert lines[0] == f"step 1: loss {loss:.4f}, norm {norm:.3g}, 4 tokens"
+    assert lines[1] == "step 2: loss nan, norm nan, 4 tokens, skipped"
+    assert lines[2].startswith("step 3: loss ")
+
+
+def test_metrics_compute_nothing_until_they_are_asked() -> None:
+    asked: list[str] = []
+
+    def totals() -> Tensor:
+        asked.append("totals")
+        return torch.tensor([5000.0, 0.0, 0.0, 0.0])
+
+    def tokens() -> int:
+        asked.append("tokens")
+        return 4096
+
+    metrics = StepMetrics(3, totals, tokens, None, False)
+    assert asked == []
+    assert repr(metrics) == "step 3: loss 1.2207, 4,096 tokens"
 
 
 # Random numbers

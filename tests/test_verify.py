@@ -16,7 +16,7 @@ from shardwise import models
 from shardwise.memory import offload_activations
 from shardwise.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Override
 from shardwise.plan import Plan
-from shardwise.verify import Difference, Report, describe_plan, verify
+from shardwise.verify import Difference, Report, verify
 from tests import user_models
 from tests.models.cases import CONFIGS, VOCABULARY
 from tests.pool import apart, run_ranks
@@ -284,7 +284,7 @@ def difference(kind: str, name: str, error: float, step: int = 0) -> Difference:
 
 def test_a_plan_is_described_as_it_is_written() -> None:
     plan = Plan(zero=1, shard=2, offload={"optimizer": "disk:/tmp/x"})
-    assert describe_plan(plan) == "shard=2, zero=1, offload={optimizer=disk:/tmp/x}"
+    assert plan.describe() == "shard=2, zero=1, offload={optimizer=disk:/tmp/x}"
 
 
 def test_a_report_that_agrees_says_how_closely() -> None:

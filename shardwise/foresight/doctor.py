@@ -1,5 +1,6 @@
 """`shardwise doctor`: measures the machine. Half a minute."""
 
+import itertools
 import os
 import platform
 import statistics
@@ -96,7 +97,7 @@ def _device(device: torch.device) -> Device:
             a = torch.ones(side, side, dtype=dtype, device=device)
             out = torch.empty_like(a)
             seconds = _best(device, partial(torch.mm, a, a, out=out))
-            flops[str(dtype).removeprefix("torch.")] = 2 * side**3 / seconds
+            flops[_name(dtype)] = 2 * side**3 / seconds
         except RuntimeError:  # not every device has every format
             continue
     source = torch.ones((64 * MB if on_cpu else 1024 * MB) // 4, device=device)
@@ -214,7 +215,7 @@ def _table(sizes: Any, axis: Axis, device: torch.device, backend: str) -> list[M
         for num_bytes, repeats in rows:
             for collective in ("reduce_scatter", "all_gather", "all_reduce"):  # the last is put together from the first
                 tensor = torch.ones(num_bytes // dtype.itemsize, dtype=dtype, device=device)
-                name = str(dtype).removeprefix("torch.")
+                name = _name(dtype)
                 times: dict[str, list[float]] = {variant: [] for variant in VARIANTS[collective]}
                 for repeat in range(repeats + 1):
                     for variant in times:
@@ -255,10 +256,14 @@ def show(found: Hardware, console: Console) -> None:
     console.print(
         f"{found.date}, torch {found.torch}, {found.cores} cores, backends {', '.join(found.backends)}", highlight=False
     )
-    table = _columns("Devices", "device", "memory GB", *(f"{name} GFLOP/s" for name in _FORMAT_NAMES), "copy GB/s")
-    for device in found.devices:
-        speeds = [f"{device.flops[name] / 1e9:.1f}" if name in device.flops else "-" for name in _FORMAT_NAMES]
-        table.add_row(device.name, f"{device.memory / 1e9:.1f}", *speeds, f"{device.copy_bandwidth / 1e9:.1f}")
+    devices = found.devices
+    table = _columns("Devices", "", *(device.name for device in devices))
+    table.add_row("memory, GB", *(f"{device.memory / 1e9:.1f}" for device in devices))
+    for dtype in FORMATS:
+        name = _name(dtype)
+        speeds = (f"{device.flops[name] / 1e9:.1f}" if name in device.flops else "-" for device in devices)
+        table.add_row(f"{name}, GFLOP/s", *speeds)
+    table.add_row("copy, GB/s", *(f"{device.copy_bandwidth / 1e9:.1f}" for device in devices))
     console.print(table)
     table = _columns("Between", "what", "GB/s")
     shared = "none" if found.shared_memory is None else f"{found.shared_memory / 1e9:.2f}"
@@ -267,27 +272,30 @@ def show(found: Hardware, console: Console) -> None:
         table.add_row(f"disk of {found.disk.folder}, written", f"{found.disk.write / 1e9:.2f}")
         table.add_row(f"disk of {found.disk.folder}, read", f"{found.disk.read / 1e9:.2f}")
     console.print(table)
-    table = _columns(
-        f"Collectives between {NUM_RANKS} ranks", "collective", "backend", "format", "KB", "quickest", "ms", "others ms"
-    )
-    for row in sorted(found.collectives, key=lambda row: (row.backend, row.collective, row.dtype, row.num_bytes)):
-        rest = [f"{name} {took:.2f}" for name, took in row.milliseconds.items() if name != row.fastest]
-        took = f"{row.milliseconds[row.fastest]:.2f}"
-        size = f"{row.num_bytes / KB:.0f}"
-        table.add_row(row.collective, row.backend, row.dtype, size, row.fastest, took, ", ".join(rest))
-    console.print(table)
+    rows = sorted(found.collectives, key=lambda row: (row.backend, row.collective, row.dtype, row.num_bytes))
+    for (backend, collective), group in itertools.groupby(rows, key=lambda row: (row.backend, row.collective)):
+        several = list(group)
+        ways = list(several[0].milliseconds)
+        title = f"{collective} between {NUM_RANKS} ranks by {backend}, ms by how it is made"
+        table = _columns(title, "format", "KB", *ways, "quickest")
+        for row in several:
+            times = (f"{row.milliseconds[way]:.2f}" if way in row.milliseconds else "-" for way in ways)
+            table.add_row(row.dtype, f"{row.num_bytes / KB:.0f}", *times, row.fastest)
+        console.print(table)
     for note in notes(found):
         console.print(note, style="yellow", highlight=False)
 
 
-_FORMAT_NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _columns(title: str, *names: str) -> Table:
     table = Table(title=title, title_justify="left")
-    words = {"device", "what", "collective", "backend", "format", "quickest", "others ms"}
     for name in names:
-        table.add_column(name, justify="left" if name in words else "right")
+        table.add_column(
+            name, justify="left" if name in ("", "what", "format", "quickest") else "right", overflow="fold"
+        )
     return table
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.memory.offload_files import DiskFile
 from shardwise.optimizers.optimizer import Fragment, Optimizer
 from shardwise.plan_values import Offload
+from shardwise.problems import Problem
 
 # Of tensors within a shelf: what vector instructions and other ranks' rounding want.
 ALIGNMENT = 64
@@ -315,6 +316,18 @@ def _on_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def refused(offload: Offload, device_type: str) -> Iterator[Problem]:
+    """What only a CPU can keep elsewhere."""
+    places = offload.model_dump(exclude_none=True)
+    for key in ("parameters", "gradients"):
+        if key in places and device_type != "cpu":
+            yield Problem(
+                f"plan.offload.{key}",
+                f"{places[key]} is not built yet where an accelerator ({device_type}) computes",
+                "leave it out, and offload optimizer, master or activations",
+            )
+
+
 def tiers_of(offload: Offload, device: torch.device, traffic: Traffic) -> dict[str, Tier]:
     """The tiers of a plan, by key; without those that are the device's own memory anyway.
 
@@ -322,13 +335,9 @@ def tiers_of(offload: Offload, device: torch.device, traffic: Traffic) -> dict[s
         OffloadError: a folder cannot be used.
         ValueError: something that only a CPU can keep elsewhere.
     """
+    for problem in refused(offload, device.type):
+        raise ValueError(str(problem))
     places = offload.model_dump(exclude_none=True)
-    for key in ("parameters", "gradients"):
-        if key in places and device.type != "cpu":
-            raise ValueError(
-                f"plan.offload.{key}: {places[key]} is not built yet where an accelerator ({device.type}) computes; "
-                "leave it out, and offload optimizer, master or activations"
-            )
     kept = {key: place for key, place in places.items() if place != "cpu" or device.type != "cpu"}
     threads = [ThreadPoolExecutor(1, f"shardwise-offload-{name}") for name in ("reader", "writer")]
     return {key: Tier(key, place, device, traffic, *threads) for key, place in kept.items()}

@@ -86,6 +86,22 @@ class Display:
         self.line(f"warning: {text}", "yellow")
 
 
+def start_line(num_ranks: int, about: str, peak: float, given: bool) -> str:
+    """On how many ranks what is trained, and what its utilisation is measured against.
+
+    Args:
+        num_ranks: in the job.
+        about: the plan and the model; "" leaves them out.
+        peak: FLOP/s of all ranks together; 0 if no utilisation is told.
+        given: whether `log.peak_tflops` says so.
+    """
+    parts = [f"{num_ranks} rank{'s' if num_ranks > 1 else ''}{': ' if about else ''}{about}"]
+    if peak:
+        how = "log.peak_tflops of every rank" if given else "all ranks' matrix products, measured now"
+        parts.append(f"MFU against {peak / 1e12:.3g} TFLOP/s ({how})")
+    return "; ".join(parts)
+
+
 def _rates(row: Row) -> str:
     used = "" if row.utilisation is None else f"   MFU {row.utilisation:.1%}"
     return f"{count(row.tokens_per_second)} tokens/s{used}   {duration(row.seconds_left)} left"

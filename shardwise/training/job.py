@@ -13,6 +13,7 @@ from shardwise.corpus import Corpus, Loader, prepare, progress_bar
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Mesh, default_device_type
 from shardwise.parallelize import parallelize
+from shardwise.training.display import count
 from shardwise.training.evaluation import HeldOut
 from shardwise.training.placement import Placement
 from shardwise.training.run_folder import RunFolder
@@ -65,6 +66,7 @@ def build(config: Config, run: Path | None, place: Placement) -> Trainer:
         dtype=PRECISIONS[config.plan.precision].compute,
         device=mesh.device(),
         prefetch=config.data.prefetch,
+        about=f"{config.plan.describe()}; {count(models.count_parameters(config.model, vocabulary))} parameters",
         settings=config.model_dump(mode="json", exclude_none=True),
         facts={"data": {"fingerprint": corpus.fingerprint}},
         on_start=keep_tokenizer,

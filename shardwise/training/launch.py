@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.config import Config
-from shardwise.training import faults, generate, job, worker
+from shardwise.mesh import default_device_type
+from shardwise.training import disks, faults, generate, job, worker
 from shardwise.training.faults import JobFailed
 from shardwise.training.placement import Placement, placed
 from shardwise.training.processes import threads_per_rank
@@ -61,7 +62,7 @@ def train(config: Config, run: Path | None = None) -> Outcome:
     place = placed()
     joins = place is not None and place.num_ranks > 1
     if not joins:
-        config.require(num_ranks=config.plan.num_ranks)
+        _require(config, config.plan.num_ranks, local=True)
         run = run or Path(config.train.run or RunFolder.new_path())
         if config.plan.num_ranks == 1 and config.train.restarts == 0:
             return _train(config, run, Placement())
@@ -74,8 +75,16 @@ def train(config: Config, run: Path | None = None) -> Outcome:
     return outcome
 
 
+def _require(config: Config, num_ranks: int, local: bool) -> None:
+    """Finds what cannot be before the corpus is read."""
+    config.require(num_ranks=num_ranks)
+    device_type = default_device_type() if config.train.device == "auto" else config.train.device
+    disks.require(config, config.plan, device_type, local)
+
+
 def _train(config: Config, run: Path | None, place: Placement) -> Outcome:
-    config.require(num_ranks=place.num_ranks)
+    local = place.num_ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    _require(config, place.num_ranks, local)
     trainer = job.build(config, run, place)
     if place.restart:
         trainer.display.warn(f"the ranks were started again ({place.restart} of {config.train.restarts} times)")

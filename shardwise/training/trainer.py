@@ -17,7 +17,7 @@ from shardwise.memory.precision import SMALLEST
 from shardwise.training import evaluation, random_state, storage
 from shardwise.training.checkpoints import Checkpoints, facts_of, find
 from shardwise.training.config import CheckpointConfig, LogConfig, TrainConfig
-from shardwise.training.display import Display, Row
+from shardwise.training.display import Display, Row, start_line
 from shardwise.training.evaluation import Evaluation, HeldOut
 from shardwise.training.faults import JobStopped, require_agreement
 from shardwise.training.metrics import Metrics
@@ -53,6 +53,7 @@ class Trainer:
         dtype: of the model's matrix products, for the same.
         device: this rank's.
         prefetch: batches to read ahead.
+        about: what is trained and how, shown at the start.
         settings: the whole configuration by section, to be recorded, and compared between ranks.
         facts: subject -> name -> value that all ranks must hold alike.
         on_start: called on rank 0 once the run folder is there, to leave in it what belongs to the run.
@@ -74,6 +75,7 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         prefetch: int = 2,
+        about: str = "",
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         facts: Mapping[str, Mapping[str, object]] | None = None,
         on_start: Callable[[RunFolder], None] | None = None,
@@ -90,6 +92,7 @@ class Trainer:
         self.dtype = dtype
         self.device = torch.device(device)
         self.prefetch = prefetch
+        self.about = about
         sections = {"train": self.train, "checkpoint": self.checkpoint, "log": self.log}
         self.settings = settings or {
             name: section.model_dump(mode="json", exclude_none=True) for name, section in sections.items()
@@ -165,6 +168,7 @@ class Trainer:
         if self.flops_per_target and step < self.train.steps:
             peak = 1e12 * self.log.peak_tflops * self.ranks.size
             self._peak = peak or measured_peak(self.device, self.dtype, self.ranks)
+        self.display.line(start_line(self.ranks.size, self.about, self._peak, given=self.log.peak_tflops > 0))
 
     def _leave_in_folder(self, start: Mapping[str, Any]) -> None:
         self.folder.record(self.settings, start)

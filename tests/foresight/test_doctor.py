@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from shardwise import choices, cli
 from shardwise.choices import VARIANTS
@@ -49,12 +51,41 @@ def test_it_measures_everything_and_writes_a_file_that_jobs_read(
     assert choices.load(path).table == found.collectives
     assert [path.name for path in tmp_path.iterdir()] == ["node.json"]  # the disk's file is gone
 
-    from rich.console import Console
-
     doctor.show(found, Console(width=160))
     words = capsys.readouterr().out
     for word in ("reduce_scatter", "float16", "GFLOP/s", "shared memory", "GB/s"):
         assert word in words
+
+
+def test_its_tables_fit_80_columns_and_cut_no_word() -> None:
+    flops = {"float32": 51000.3e9, "float64": 60000.1e9, "bfloat16": 700003.2e9, "float16": 700002.1e9}
+    names = ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "NVIDIA H200")
+    found = hardware.Hardware(
+        date="2026-11-30",
+        torch="2.11.0",
+        cores=2,
+        backends=("gloo",),
+        devices=tuple(
+            hardware.Device(kind="cpu", name=name, memory=8 << 30, flops=flops, copy_bandwidth=7e9) for name in names
+        ),
+        shared_memory=6e9,
+        disk=hardware.Disk(folder=f"/{'long-name/' * 20}", write=1e9, read=2e9),
+        collectives=tuple(
+            choices.Measured("gloo", collective, dtype, 64 << 20, dict.fromkeys(ways, 123.45))
+            for collective, ways in VARIANTS.items()
+            for dtype in ("float32", "bfloat16")
+        ),
+    )
+    out = io.StringIO()
+    doctor.show(found, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\u2026" not in out.getvalue()
+    assert "".join(line.strip("\u2502 ").split("  ")[0] for line in lines).count("long-name/") == 2 * 20
+    for collective, ways in VARIANTS.items():  # one line for each measurement
+        title = next(number for number, line in enumerate(lines) if line.startswith(f"{collective} between"))
+        assert all(way in lines[title + 2] for way in ways)
+        assert lines[title + 4].count("123.45") == len(ways)
 
 
 def test_what_cannot_be_is_said_in_a_line_before_anything_is_measured(

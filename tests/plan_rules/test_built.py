@@ -43,6 +43,14 @@ def test_a_technique_is_refused_until_the_table_says_that_it_is_built(
     assert Plan(**{key: value}, **beside).check() == []
 
 
+@pytest.mark.parametrize(
+    "values", [{"expert": 2}, {"averaging": "delayed"}, {"compress_gradients": "int8"}], ids=lambda values: str(*values)
+)
+def test_a_value_that_is_not_built_is_one_problem(values: dict[str, Any]) -> None:
+    (problem,) = Plan(**values).check()
+    assert problem.reason.endswith("is not built yet")
+
+
 def test_every_key_of_the_table_is_a_key_of_the_plan_and_its_default_is_built() -> None:
     assert built.BUILT.keys() <= Plan.model_fields.keys()
     assert Plan().check() == []

@@ -405,11 +405,17 @@ def steps_and_utilisation(run: Path) -> Iterator[tuple[int, float]]:
         yield row["step"], row["utilisation"]
 
 
-def test_utilisation_is_of_the_peak_that_is_given_or_measured(tmp_path: Path) -> None:
-    made = trainer(tmp_path, flops_per_target=1e6, log_peak_tflops=0.5)
+def test_utilisation_is_of_the_peak_that_is_given_or_measured_and_the_first_line_says_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = trainer(tmp_path, flops_per_target=1e6, log_peak_tflops=0.5, about="one device; 7 parameters")
     made.fit()
+    first = "1 rank: one device; 7 parameters; MFU against 0.5 TFLOP/s (log.peak_tflops of every rank)"
+    assert capsys.readouterr().out.splitlines()[0] == first
     for row in metrics.read(made.folder.metrics):
         assert row["utilisation"] == pytest.approx(1e6 * row["tokens_per_second"] / 0.5e12)
     made = trainer(tmp_path / "measured", flops_per_target=1.0)
     made.fit()
     assert 1e9 < made._peak < 1e15
+    first = f"1 rank; MFU against {made._peak / 1e12:.3g} TFLOP/s (all ranks' matrix products, measured now)"
+    assert capsys.readouterr().out.splitlines()[0] == first
