@@ -18,6 +18,9 @@ from torch.autograd.function import once_differentiable
 _aten = torch.ops.aten
 # What torch's attention chooses between: its plain form keeps everything.
 _PLAIN, _FUSED = 0, 1
+# Bytes to a multiple of which torch aligns a tensor's memory on CPUs: a head is computed as far behind one as in a
+# tensor of all heads.
+ALIGNMENT = 64
 
 
 class Given:
@@ -155,8 +158,9 @@ class _Dropped(torch.autograd.Function):
 
 
 class _Heads:
-    """Attention with dropout, head by head, in the operations of torch's plain attention, their order and the layouts
-    of what they multiply: a product's rounding depends on all three."""
+    """Attention with dropout, head by head, in the operations of torch's plain attention, their order, and the layouts
+    and places of what they multiply: a product's rounding depends on all of them, with some processors also on where
+    in a vector's width its matrices begin."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, bits: Tensor
@@ -177,18 +181,23 @@ class _Heads:
             mask = torch.zeros(1, 1, queries, keys, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
         self.mask = mask
         self.scale = float(torch.ones((), dtype=q.dtype).div_(1 - dropout))
-        self.scores = q.new_empty(1, queries, keys)
-        self.noise = q.new_empty(1, queries, keys)
+        spare = ALIGNMENT // q.element_size()
+        self._rooms = [q.new_empty(queries * keys + spare) for _ in range(3)]
 
     def _weights(self, head: slice) -> Tensor:
         """The softmax of a head's scores, before dropout; fills `noise` with what it is multiplied by."""
+        shape = (1, self.shape[2], self.k.shape[2])
+        begin = head.start * shape[1] * shape[2] % (ALIGNMENT // self.q.element_size())
+        self.scores, self.noise, weights = (
+            room[begin : begin + shape[1] * shape[2]].view(shape) for room in self._rooms
+        )
         torch.bmm(self.q[head], self.k[head], out=self.scores)
         if self.mask is not None:
             row = head.start // self.shape[1] if self.mask.shape[0] > 1 else 0
             self.scores.add_(self.mask[row])
         stays = np.unpackbits(self.bits[head.start].numpy(), count=self.noise.numel())
         self.noise.view(-1).copy_(torch.from_numpy(stays)).mul_(self.scale)
-        return torch.softmax(self.scores, -1)
+        return torch.softmax(self.scores, -1, out=weights)
 
     def forward(self) -> Tensor:
         """(B, N, S, E)."""
@@ -206,7 +215,8 @@ class _Heads:
             weights = self._weights(head)
             torch.bmm(torch.mul(weights, self.noise, out=self.scores).transpose(1, 2), grad[head], out=dv[head])
             torch.bmm(grad[head], self.v[head].transpose(1, 2), out=self.scores)
-            slopes = _aten._softmax_backward_data(self.scores.mul_(self.noise), weights, -1, weights.dtype)
+            grads, slopes = self.scores.mul_(self.noise), self.noise
+            _aten._softmax_backward_data.out(grads, weights, -1, weights.dtype, grad_input=slopes)
             torch.bmm(slopes, self.k[head].transpose(1, 2), out=dq[head])
             torch.bmm(self.q[head].transpose(1, 2), slopes, out=dk[head])
 
