@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.optimizers import SGD
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
+from tests.pool import run_ranks
 
 
 def drawn(generator: random.Random) -> Costs:
@@ -61,31 +64,41 @@ def test_half_of_equal_blocks_fit_in_half_of_their_bytes() -> None:
 ROWS, LENGTH, HIDDEN, HEADS = 2, 64, 128, 4
 
 
-def measured(how: str, dropout: float, core: bool) -> Costs:
+def measured(how: str, dropout: float, core: bool, **plan: Any) -> tuple[float, float]:
+    """What a block keeps, and what it would without recomputation, in elements a position and channel (s b h)."""
     config = ModelConfig(family="gpt2", layers=1, hidden=HIDDEN, heads=HEADS, sequence=LENGTH, dropout=dropout)
     model = build(config, 8)
     if not core:
         model.blocks[0].attention.core.dropout = 0.0
-    parallel = parallelize(model, Plan(recompute=how), optimizer=SGD(lr=0.1))
+    parallel = parallelize(model, Plan(recompute=how, **plan), optimizer=SGD(lr=0.1))
     tokens = torch.randint(8, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         parallel.step(({"tokens": tokens}, tokens))
     assert parallel.recomputed is not None
     assert parallel.memory()["activations"] == parallel.recomputed.kept_bytes
     (costs,), (option,) = parallel.recomputed.blocks, parallel.recomputed.chosen
-    units = option.size / (4 * ROWS * LENGTH * HIDDEN)
-    # Full: s b h elements. Selective: the input, q, k, v, attention and its output, and four for the feed-forward part.
-    assert units == pytest.approx(1 if how == "full" else 10, rel=0.02)
-    return costs
+    parallel.close()
+    unit = 4 * ROWS * LENGTH * HIDDEN
+    return option.size / unit, costs.without / unit
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("core", [False, True])
-def test_bytes_are_those_of_the_formulas(how: str, core: bool) -> None:
-    """2205.05198, equation 1: s b h (34 + 5 a s / h) with two bytes an activation, one a mask; here four for each."""
-    costs = measured(how, 0.1, core)
+def test_bytes_are_those_of_the_formulas(core: bool, tensor: int, sequence: bool) -> None:
+    """2205.05198, equations 1, 2 and 4: s b h (10 + 24 / t + 5 a s / (h t)), with the sequence divided all of it by t,
+    with two bytes an activation, one a mask; here four for each."""
+    whole, t = (tensor if sequence else 1), tensor
+    # Full: the input. Selective: the input and attention's projected output; q, k, v, attention, and four for the
+    # feed-forward part, which are divided either way; beside attention a sum of each query's scores, or with dropout
+    # a bit of each weight and the generator's state.
+    bits = HEADS * ROWS * LENGTH**2 / 8 / t + torch.get_rng_state().numel()
+    beside = (bits if core else 4 * HEADS * ROWS * LENGTH / t) / (4 * ROWS * LENGTH * HIDDEN)
+    expected = {"full": 1 / whole, "selective": 2 / whole + 8 / t + beside}
     weights = 3 * HEADS * LENGTH / HIDDEN if core else 0
-    assert costs.without / (4 * ROWS * LENGTH * HIDDEN) == pytest.approx(18 + weights, rel=0.02)
+    without = 6 / whole + (12 + weights) / t
+    for how, kept in expected.items():
+        for found in run_ranks(partial(measured, tensor=tensor, sequence=sequence), tensor, how, 0.1, core):
+            assert found == pytest.approx((kept, without), rel=0.005)
 
 
 @pytest.mark.parametrize("shared", [1, 2, 4])

@@ -1,11 +1,14 @@
 """Recomputation: the same bits with it and without, dropout on (CASES 15), under every schedule and division."""
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.memory import offload_activations
 from shardwise.models import build
 from shardwise.models.config import ModelConfig
 from shardwise.optimizers import SGD
@@ -32,10 +35,15 @@ def batch(number: int, rows: int, documents: bool) -> Any:
     return inputs, tokens.roll(-1, 1)
 
 
+@patch.object(offload_activations, "SMALLEST", 1)
 def run(family: str, dropout: float, plan: dict[str, Any], recompute: Any, documents: bool) -> dict[str, Tensor]:
     """Gradients and parameters after steps of different lengths."""
     full = Plan(**plan, recompute=recompute)
-    parallel = parallelize(build(config(family, dropout), VOCABULARY), full, optimizer=SGD(lr=0.1, momentum=0.9))
+    model = build(config(family, dropout), VOCABULARY)
+    if full.context > 1 or full.slices > 1:  # they never hold attention's weights, of which some would be dropped
+        for block in model.blocks:
+            block.attention.core.dropout = 0.0
+    parallel = parallelize(model, full, optimizer=SGD(lr=0.1, momentum=0.9))
     for number in range(4):  # what is kept is chosen after the second
         parallel.step(parallel.share(batch(number, 4 * full.data_parallel, documents)))
     parallel.drain()
@@ -77,6 +85,20 @@ PLANS: list[dict[str, Any]] = [
 def test_gradients_are_the_same_bits_with_dropout(plan: dict[str, Any], how: Any) -> None:
     for different in run_ranks(both, Plan(**plan).num_ranks, "gpt2", 0.2, plan, how):
         assert different == []
+
+
+@pytest.mark.parametrize("how", ["selective", 0.5])
+def test_of_slices_block_scales_context_and_activations_on_disk_too(how: Any, tmp_path: Path) -> None:
+    plans: list[dict[str, Any]] = [
+        {"slices": 3, "microbatches": 2},
+        {"precision": "fp16", "loss_scaling": "per-block", "microbatches": 2},
+        {"offload": {"activations": f"disk:{tmp_path / 'state'}"}, "microbatches": 2},
+        {"context": 2},
+        {"shard": 2, "zero": 3, "slices": 2, "offload": {"activations": f"disk:{tmp_path / 'state'}"}},
+    ]
+    for plan in plans:
+        for different in run_ranks(both, Plan(**plan).num_ranks, "gpt2", 0.2, plan, how):
+            assert different == [], plan
 
 
 @pytest.mark.parametrize("how", ["every:2", "sqrt"])
