@@ -15,13 +15,20 @@ from shardwise.models.attention import Attention, KeyValueCache
 from shardwise.models.config import ModelConfig
 
 
+def _embedding(num: int, hidden: int) -> nn.Embedding:
+    # With a weight given, none is drawn: on the meta device torch does that through its compiler, whose import takes
+    # longer than all else a rank does before its first step.
+    found: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(num, hidden), freeze=False)
+    return found
+
+
 class Embedding(nn.Module):
     """Token vectors, and learned position vectors where the family has them."""
 
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, config.hidden)
-        self.positions = None if config.rotary else nn.Embedding(config.sequence, config.hidden)
+        self.tokens = _embedding(vocabulary, config.hidden)
+        self.positions = None if config.rotary else _embedding(config.sequence, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
