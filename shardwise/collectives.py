@@ -28,6 +28,8 @@ from shardwise.mesh import Axis
 PATIENCE_SECONDS = 1800.0
 # Elements added up at a time: the sum is still in the second-level cache when it is copied to the peers.
 CACHE_ELEMENTS = 1 << 16
+# Tensors that go the same way are put together up to this size.
+MESSAGE_BYTES = 4 << 20
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -135,6 +137,31 @@ def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
     if axis.size > 1:
         dist.broadcast(tensor, axis.ranks[source], group=axis.group)
     return tensor
+
+
+def broadcast_all(tensors: Sequence[Tensor], axis: Axis, source: int) -> None:
+    """As `broadcast` of each contiguous tensor, in few messages: what is small travels together."""
+    together: list[Tensor] = []
+
+    def send() -> None:
+        flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in together])
+        broadcast(flat, axis, source)
+        if axis.rank != source:
+            for tensor, sent in zip(together, flat.split([tensor.nbytes for tensor in together]), strict=True):
+                tensor.view(-1).view(torch.uint8).copy_(sent)
+        together.clear()
+
+    if axis.size == 1:
+        return
+    for tensor in tensors:
+        if tensor.nbytes >= MESSAGE_BYTES:
+            broadcast(tensor, axis, source)
+            continue
+        if sum(other.nbytes for other in together) + tensor.nbytes > MESSAGE_BYTES:
+            send()
+        together.append(tensor)
+    if together:
+        send()
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:

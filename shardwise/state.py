@@ -60,13 +60,15 @@ class State:
         """Every trained parameter this rank holds, with its bucket."""
         return itertools.chain(*self._units)
 
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for unit in self._units for bucket in unit.buckets]
+
     def by_name(self) -> dict[str, Tensor | Pieces]:
         """This rank's parts of parameters and buffers, "model/<name>", and of "optimizer/<parameter>/<moment>"."""
         state: dict[str, Tensor | Pieces] = {}
         places: dict[str, Place] = dict(self._parts.splits)
-        buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        self._given = [BucketPieces(bucket, self._optimizer, places) for bucket in buckets]
-        for bucket, pieces in zip(buckets, self._given, strict=True):
+        self._given = [BucketPieces(bucket, self._optimizer, places) for bucket in self._buckets()]
+        for bucket, pieces in zip(self._buckets(), self._given, strict=True):
             for entry in bucket.entries:
                 state[f"model/{entry.name}"] = pieces.values(entry)
                 for moment, part in pieces.moments(entry).items():
@@ -90,9 +92,8 @@ class State:
         for pieces in self._given:
             pieces.loaded()
         self._given = []
-        for unit in self._units:
-            for bucket in unit.buckets:
-                bucket.store()
+        for bucket in self._buckets():
+            bucket.store()
         self._parts.reducer.meet()
         for unit in self._units:
             unit.refresh()
@@ -102,62 +103,70 @@ class State:
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter (in mixed precision its master), whole, on every rank, in the model's own order."""
         mine: dict[str, Tensor] = dict(self._parts.frozen)
-        for bucket, entry in self.entries():
+        for bucket in self._buckets():
             with bucket.shelves.here("parameters", "master", changed=False):
                 kept = bucket.stage < 3 and not bucket.precision.mixed
                 whole = bucket.values if kept else bucket.whole(bucket.master)
-            mine[entry.name] = bucket.view(whole, entry)
+            mine |= {entry.name: bucket.view(whole, entry) for entry in bucket.entries}
         return self._gather(mine)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's summed gradient of the last update, before clipping, whole, on every rank."""
-        mine = {}
-        for bucket, entry in self.entries():
+        mine: dict[str, Tensor] = {}
+        for bucket in self._buckets():
             with bucket.shelves.here("gradients", changed=False):
-                mine[entry.name] = bucket.view(bucket.whole(bucket.own_gradient), entry) / bucket.scale
+                whole = bucket.whole(bucket.own_gradient) / bucket.scale
+            mine |= {entry.name: bucket.view(whole, entry) for entry in bucket.entries}
         return self._gather(mine)
 
     def _gather(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         axis = self._mesh.axis("pipeline")
-        layouts = self._parts.layouts  # in one order on all ranks, unlike the entries of buckets
-        mine = {name: self._whole(mine[name], layouts[name]) for name in self._parts.order if name in mine}
+        order = self._parts.order  # one on all ranks, unlike the entries of buckets
+        mine = self._joined({name: mine[name].detach() for name in order if name in mine})
         facts = collectives.all_gather_object({name: (tuple(t.shape), t.dtype) for name, t in mine.items()}, axis)
         known = {name: fact for other in facts for name, fact in other.items()}
         found = {}
-        for name in self._parts.order:
+        for name in order:
             if name not in known:
                 continue
             shape, dtype = known[name]
-            holder = self._parts.holders[name]
-            if axis.rank == holder:
-                tensor = mine[name].detach().clone(memory_format=torch.contiguous_format)
+            if axis.rank == self._parts.holders[name]:
+                found[name] = mine[name].clone(memory_format=torch.contiguous_format)
             else:
-                tensor = torch.empty(shape, dtype=dtype, device=self._mesh.device())
-            found[name] = collectives.broadcast(tensor, axis, holder)
+                found[name] = torch.empty(shape, dtype=dtype, device=self._mesh.device())
+        for holder in range(axis.size):
+            held = [tensor for name, tensor in found.items() if self._parts.holders[name] == holder]
+            collectives.broadcast_all(held, axis, holder)
         return found
 
-    def _whole(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """A parameter's pieces on the tensor ranks, put together."""
-        axis = self._mesh.axis("tensor")
-        if axis.size == 1 or not layout.splits:
-            return tensor
-        found = torch.empty(layout.shape, dtype=tensor.dtype, device=tensor.device)
-        for rank in range(axis.size):
+    def _joined(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters' pieces on the tensor ranks, put together."""
+        axis, layouts = self._mesh.axis("tensor"), self._parts.layouts
+        divided = [name for name in mine if layouts[name].splits] if axis.size > 1 else []
+        found = mine | {name: mine[name].new_empty(layouts[name].shape) for name in divided}
+        for rank in range(axis.size if divided else 0):
             places = {axis.name: Axis(axis.name, rank, axis.size, axis.ranks)}
-            piece = tensor.detach().contiguous() if rank == axis.rank else tensor.new_empty(layout.local_shape(places))
-            collectives.broadcast(piece, axis, rank)
-            for source, target in layout.pieces(places):
-                source.of(found).copy_(target.of(piece))
+            pieces = {
+                name: mine[name].contiguous()
+                if rank == axis.rank
+                else mine[name].new_empty(layouts[name].local_shape(places))
+                for name in divided
+            }
+            collectives.broadcast_all(list(pieces.values()), axis, rank)
+            for name, piece in pieces.items():
+                for source, target in layouts[name].pieces(places):
+                    source.of(found[name]).copy_(target.of(piece))
         return found
 
     def replicas_agree(self) -> str | None:
         """The name of the first parameter whose bits differ between ranks that hold the same piece, None if there is
         none."""
         mine: dict[object, str] = {}
-        for bucket, entry in self.entries():
+        for bucket in self._buckets():
             bucket.acquire()
-            piece = (entry.name, tuple(source for source, _ in entry.layout.pieces(self._parts.splits)))
-            mine[piece] = fingerprint(bucket.view(bucket.values, entry).clone())
+            for entry in bucket.entries:
+                piece = (entry.name, tuple(source for source, _ in entry.layout.pieces(self._parts.splits)))
+                mine[piece] = fingerprint(bucket.view(bucket.values, entry))
             bucket.release()
         everyone = collectives.all_gather_object(mine, self._mesh.axis("world"))
         found: dict[object, str] = {}

@@ -1,7 +1,9 @@
 """Collectives: sums are sums, the same bits on every rank, with and without memory that ranks share."""
 
+import math
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,6 +62,13 @@ def test_sums_in_shared_memory_are_bitwise_the_same_everywhere(num_ranks: int, d
     assert all(bits == found[0] for bits in found)
 
 
+def many(rank: int) -> list[torch.Tensor]:
+    """Of several types and sizes, of which some travel together and one is larger than a message."""
+    shapes = [(2, 3), (), (0, 4), (5,), (3, 70), (1,), (2, 2)]
+    types = [torch.float32, torch.int64, torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.float16]
+    return [(pattern(rank, math.prod(shape)) * 7).to(t).view(shape) for shape, t in zip(shapes, types, strict=True)]
+
+
 def plain(num_ranks: int) -> None:
     """Every collective over an axis against what it says."""
     axis = Mesh({"shard": num_ranks}).axis("shard")
@@ -82,6 +91,10 @@ def plain(num_ranks: int) -> None:
     for source in range(num_ranks):
         assert torch.equal(collectives.broadcast(values[rank].clone(), axis, source), values[source])
         assert collectives.broadcast_object({"rank": rank}, axis, source) == {"rank": source}
+        with patch.object(collectives, "MESSAGE_BYTES", 40 * num_ranks):
+            mixed = [many(r) for r in range(num_ranks)]
+            collectives.broadcast_all(mixed[rank], axis, source)
+            assert all(torch.equal(sent, own) for sent, own in zip(mixed[rank], many(source), strict=True))
     assert collectives.all_gather_object((rank, "x"), axis) == [(r, "x") for r in range(num_ranks)]
 
 
