@@ -12,8 +12,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes of pytest-xdist share the tests: one runs all that need ranks, so there is one pool of them, and the
-    other what needs none, while ranks wait for each other."""
+    """Two processes of pytest-xdist share the tests: one runs all that need ranks, so there is one pool of them, and
+    the other what needs none, while ranks wait for each other."""
     known: dict[ModuleType, bool] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -26,7 +26,7 @@ def needs_ranks(module: ModuleType, known: dict[ModuleType, bool]) -> bool:
     if module not in known:
         known[module] = False
         values = vars(module).values()
-        homes = {value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") for value in values}
-        others = [sys.modules[home] for home in homes if str(home).startswith("tests.") and home != module.__name__]
+        homes = {v.__name__ if isinstance(v, ModuleType) else str(getattr(v, "__module__", "")) for v in values}
+        others = [sys.modules[home] for home in homes - {module.__name__} if home.startswith("tests.")]
         known[module] = module.__name__ == "tests.pool" or any(needs_ranks(other, known) for other in others)
     return known[module]
