@@ -166,7 +166,8 @@ class State:
             bucket.acquire()
             for entry in bucket.entries:
                 piece = (entry.name, tuple(source for source, _ in entry.layout.pieces(self._parts.splits)))
-                mine[piece] = fingerprint(bucket.view(bucket.values, entry))
+                # Of a copy: storage that NumPy has seen can no longer be given back.
+                mine[piece] = fingerprint(bucket.view(bucket.values, entry).clone())
             bucket.release()
         everyone = collectives.all_gather_object(mine, self._mesh.axis("world"))
         found: dict[object, str] = {}
