@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads what group a test is in
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two processes of pytest-xdist share the tests: one runs all that need ranks, so there is one pool of them, and
     the other what needs none, while ranks wait for each other."""
