@@ -20,7 +20,7 @@ train: .venv/.running
 	$(BIN)/shardwise train examples/quickstart.toml $(ARGS)
 
 test: .venv/.developing
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: .venv/.developing
 	$(BIN)/ruff check .
