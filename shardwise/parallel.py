@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,12 +259,16 @@ class Parallel:
                 group = self._group_of[number * self.schedule.slices]
                 counts[group] += torch.as_tensor(self._loss.count(targets)).cpu()
         wait = self._sums["data"].start(counts) if training else lambda: counts
+
+        def count_of(group: int) -> Tensor:
+            return wait()[group]
+
         runs = [run for number, part in enumerate(parts) for run in self._assembly.local(part, number)]
         for number, (inputs, targets) in enumerate(runs):
             group = self._group_of[number]
             self._runner.feed(
                 first + number,
-                Microbatch(inputs, targets, (training, *batches.signature(inputs)), lambda group=group: wait()[group]),  # type: ignore[misc]
+                Microbatch(inputs, targets, (training, *batches.signature(inputs)), partial(count_of, group)),
             )
         return wait
 

@@ -102,6 +102,12 @@ def parallelize(
         raise ValueError(f"{mesh} is not the plan's, which has {plan.axes}: make it with shardwise.Mesh(plan)")
     if getattr(model, "_spread", False):
         raise ValueError("this model is part of a parallel model already: build it anew for another one")
+    searched = plan.schedule == "auto" and plan.pipeline > 1
+    if searched and example is None:
+        raise ValueError(
+            'plan.schedule = "auto" measures a microbatch: pass parallelize(..., example=(inputs, targets)), or name a '
+            "schedule"
+        )
     precision = PRECISIONS[plan.precision]
     dtype = precision.compute
     device = mesh.device()
@@ -240,6 +246,10 @@ def parallelize(
         def seeds(microbatch: int, stage: int = number_of_stage, data_rank: int = data_rank) -> int:
             return seed_of(seed, "forward", steps_done[0](), data_rank, microbatch, stage)
 
+        def version_of(microbatch: int, stage: int = number_of_stage) -> int:
+            assert table is not None
+            return table(microbatch, stage)
+
         chunks.append(
             ModelChunk(
                 module,
@@ -251,7 +261,7 @@ def parallelize(
                 overlap,
                 seeds,
                 splits,
-                None if table is None else (lambda microbatch, stage=number_of_stage: table(microbatch, stage)),  # type: ignore[misc]
+                None if table is None else version_of,
                 slices,
                 Activations(tiers["activations"]) if "activations" in tiers else None,
             )
@@ -310,12 +320,7 @@ def parallelize(
     parallel = Parallel(assembly, plan, mesh, schedule, loss, optimizer, clip=clip, precision=precision, scales=scales)
     model._spread = True  # type: ignore[assignment]
     steps_done.append(lambda: int(parallel.step_count))
-    if plan.schedule == "auto" and plan.pipeline > 1:
-        if example is None:
-            raise ValueError(
-                'plan.schedule = "auto" measures a microbatch: pass parallelize(..., example=(inputs, targets)), or '
-                "name a schedule"
-            )
+    if searched and example is not None:
         parallel.adopt(search_schedule(parallel.measure(example), plan, mesh, barrier=clip is not None))
     return parallel
 
