@@ -6,7 +6,15 @@ from torch import nn
 
 from shardwise.initial import seed_of
 from shardwise.plan import Plan
+from shardwise.plan_values import ASYNCHRONOUS
 from shardwise.state import fingerprint
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises ValueError for parameters and buffers that are made by the first forward."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name!r} has no shape before the model is first called; call it once on an example")
 
 
 def refuse(model: nn.Module, plan: Plan, clip: float | None) -> None:
@@ -17,6 +25,27 @@ def refuse(model: nn.Module, plan: Plan, clip: float | None) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
+        _refuse_hooks(name, parameter, plan)
+
+
+def _refuse_hooks(name: str, parameter: nn.Parameter, plan: Plan) -> None:
+    if parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {name!r} has a hook for accumulated gradients, which are kept in buckets and never in .grad; "
+            "use parameter.register_hook, or let parallelize(..., optimizer=...) update"
+        )
+    if not parameter._backward_hooks:
+        return
+    if parameter.is_meta:
+        raise ValueError(
+            f"parameter {name!r} has a gradient hook and is on the meta device, where another one takes its place; "
+            "register the hook on the parameters of the parallel model"
+        )
+    if plan.tensor > 1 or plan.schedule in ASYNCHRONOUS:
+        what = f"plan.tensor = {plan.tensor} divides it" if plan.tensor > 1 else f"{plan.schedule} keeps versions of it"
+        raise ValueError(
+            f"parameter {name!r} has a gradient hook, and {what}; change the gradient in the model instead"
+        )
 
 
 def _refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:

@@ -177,11 +177,16 @@ _apply_linear: Callable[..., Tensor] = super(torch.autograd.Function, _Linear).a
 
 def _land(slots: dict[str, Slot], grad: Tensor, x: Tensor) -> None:
     """Write a linear layer's weight and bias gradients: grad (..., out), x (..., in)."""
-    flat = grad.reshape(-1, grad.shape[-1])  # (N, out)
+    flat = _rows(grad)  # (N, out)
     if "weight" in slots:
-        slots["weight"].matmul(flat.t(), x.reshape(-1, x.shape[-1]))
+        slots["weight"].matmul(flat.t(), _rows(x))
     if "bias" in slots:
         slots["bias"].add_sum(flat)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., H) -> (N, H), where H may be 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 class _Embedding(torch.autograd.Function):
@@ -196,7 +201,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (index,) = ctx.saved_tensors
         slot = ctx.slot
-        ctx.tape.run(lambda: slot.add_rows(index.reshape(-1), grad.reshape(-1, grad.shape[-1])))
+        ctx.tape.run(lambda: slot.add_rows(index.reshape(-1), _rows(grad)))
         return None, None, None, None
 
 
@@ -284,11 +289,29 @@ def attach(module: nn.Module, slots: dict[str, Slot], tape: Tape) -> None:
     module._landing = (slots, tape)  # type: ignore[assignment]
 
 
+def lands(value: Tensor | None, slot: Slot | None) -> bool:
+    """Whether the gradient of what a module computes with is a slot's: it is not if another tensor stands in the
+    parameter's place (`torch.func.functional_call`, a copy of the module), or a hook of the user's is to see it first.
+    """
+    if slot is None:
+        return value is None or not value.requires_grad
+    return getattr(value, "_slot", None) is slot and not value._backward_hooks  # type: ignore[union-attr]
+
+
+def _left_to_autograd(slots: dict[str, Slot], weight: Tensor, bias: Tensor | None = None) -> bool:
+    return (
+        not (lands(weight, slots.get("weight")) and lands(bias, slots.get("bias")))
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 def _linear(self: Any, input: Tensor, known: list[Tensor] | None = None) -> Tensor:
     """`known`: the output, where it is there already and only its graph is wanted (recomputation)."""
     weight, bias = self.weight, self.bias
     if not torch.is_grad_enabled():
         return kernels.linear(input, weight, bias)
+    if _left_to_autograd(self._landing[0], weight, bias):
+        return F.linear(input, weight, bias)
     if input.requires_grad:
         # Autograd need not know of parameters whose gradients it will not see.
         weight, bias = weight.detach(), None if bias is None else bias.detach()
@@ -297,7 +320,7 @@ def _linear(self: Any, input: Tensor, known: list[Tensor] | None = None) -> Tens
 
 def _embedding(self: Any, input: Tensor) -> Tensor:
     slots, tape = self._landing
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _left_to_autograd(slots, self.weight):
         return F.embedding(input, self.weight)
     return apply(_Embedding, input, self.weight, slots["weight"], tape)
 
@@ -313,6 +336,8 @@ def _apart(self: Any, *given: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled() or named or len(given) != 1 or not isinstance(given[0], Tensor):
         return call(*given, **named)
     pairs = [(getattr(self, attribute), slot) for attribute, slot in slots.items()]
+    if not all(lands(*pair) for pair in pairs) or torch._C._are_functorch_transforms_active():
+        return call(*given)
     structure: list[Any] = []
     values = apply_all(_Apart, call, pairs, tape, structure, given[0], *(parameter for parameter, _ in pairs))
     return tree_unflatten(values, structure[0])
@@ -321,6 +346,7 @@ def _apart(self: Any, *given: Any, **named: Any) -> Any:
 def hook(parameter: nn.Parameter, slot: Slot) -> RemovableHandle:
     """Send what autograd itself accumulates for `parameter` to `slot`: into its view in place where that can be, else
     as a contribution."""
+    parameter._slot = slot  # type: ignore[attr-defined]
     parameter.grad = slot.view if slot.accumulates else None
 
     def accumulated(parameter: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise import kernels
 from shardwise.functions import apply
-from shardwise.gradient import Slot, Tape
+from shardwise.gradient import Slot, Tape, lands
 from shardwise.loss import IGNORED, CrossEntropy, Loss, logits_of
 
 # Tokens at a time, at least: fewer cost the gradient of the matrix a pass over its memory that shows. Where there are
@@ -168,12 +168,19 @@ class Head:
 
     def _forward(self, input: Tensor) -> Tensor:
         # Within a recomputed part of the model, whose forward keeps no graph, promises would be lost.
-        if self._promises is not torch.is_grad_enabled():
+        if self._promises is not torch.is_grad_enabled() or not self._own():
             return self.compute(input)
         weight, bias = self._parameters()
         logits: Logits = apply(_Promise, input, weight, bias, self).as_subclass(Logits)
         logits.head, logits.x, logits.found, logits.before = self, input, None, []
         return logits
+
+    def _own(self) -> bool:
+        """Whether the loss will find the matrix that the module computes with, and may write its gradient."""
+        own = self.module._parameters
+        if type(own["weight"]) is not nn.Parameter:  # `torch.func.functional_call` puts it there for the call alone
+            return False
+        return all(lands(own[attribute], slot) for attribute, slot in self.slots.items())
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
         weight = self.module._parameters["weight"]

@@ -22,7 +22,7 @@ from shardwise.data_parallel.further import FurtherSums
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.data_parallel.units import mark_units
 from shardwise.direct import attach, is_direct
-from shardwise.given import facts_of, refuse
+from shardwise.given import facts_of, refuse, refuse_lazy
 from shardwise.gradient import Slot, Tape, hook
 from shardwise.head import Alone, Head
 from shardwise.initial import initial_of, seed_of
@@ -96,6 +96,7 @@ def parallelize(
         ValueError: the plan does not fit the model or the job (`PlanError` lists everything), the model cannot be cut
             or has a module whose result depends on the layout, or the ranks were given different models.
     """
+    refuse_lazy(model)
     plan.require(model=model)
     mesh = mesh or Mesh(plan)
     if mesh.sizes != plan.axes:

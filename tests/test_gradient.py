@@ -231,6 +231,58 @@ def test_modules_that_only_look_like_linear_layers_are_left_to_autograd() -> Non
     assert not can_put_off(nn.Conv1d(2, 2, 1).requires_grad_(False))
 
 
+class Strange(nn.Module):
+    """Layers whose gradients are not simply their parameters' own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table = nn.Embedding(7, 4)
+        self.linear = nn.Linear(4, 4)
+        self.convolution = nn.Conv1d(4, 4, 1)
+        self.nothing = nn.Linear(4, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens
+        for layer in (self.table, self.linear, self.convolution):
+            if self.how == "called with other values":
+                twice = {name: value * 2 for name, value in layer.named_parameters()}
+                x = torch.func.functional_call(layer, twice, (x,))
+            elif self.how == "mapped":
+                x = torch.vmap(layer)(x)
+            else:
+                x = layer(x)
+        return x + self.nothing(x).sum()
+
+
+@pytest.mark.parametrize("put_off", [False, True])
+@pytest.mark.parametrize("how", ["called with other values", "mapped", "hooked before", "hooked behind"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_what_stands_between_a_parameter_and_its_gradient_is_not_passed_by(how: str, put_off: bool) -> None:
+    torch.manual_seed(0)
+    module, tokens = Strange(how).double(), torch.randint(7, (3, 4))
+    right = expected(module, tokens)
+    matrices = [name for name, _ in module.named_parameters() if name.endswith("weight")]
+    if "hooked" in how:
+        right |= {name: right[name] / 2 for name in matrices}
+    ground = None if how == "hooked before" else Ground(module, put_off)
+    for name in matrices if "hooked" in how else ():
+        module.get_parameter(name).register_hook(lambda gradient: gradient / 2)
+    ground = ground or Ground(module, put_off)
+    module(tokens).square().sum().backward()
+    for name, found in ground.complete().items():
+        torch.testing.assert_close(found, right[name], msg=name)
+
+
+def test_a_copy_of_a_module_has_its_own_gradients() -> None:
+    layer = nn.Linear(2, 2).double()
+    ground = Ground(layer)
+    twin = copy.deepcopy(layer)
+    twin(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    assert twin.bias.grad.tolist() == [1.0, 1.0]
+    assert ground.complete()["bias"].tolist() == [0.0, 0.0]
+
+
 def test_a_gradient_that_somebody_removed_is_no_obstacle() -> None:
     module = nn.ModuleDict({"norm": nn.LayerNorm(3)}).double()
     ground = Ground(module)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import head
-from shardwise.gradient import Slot, Tape
+from shardwise.gradient import Slot, Tape, hook
 from shardwise.head import Alone, Head, Logits
 from shardwise.loss import CrossEntropy, Loss, cross_entropy_with
 from shardwise.models import build
@@ -62,6 +62,8 @@ def test_equals_the_loss_of_the_logits(
     module, tape, landed = matrix(bias), Tape(), []
     names = [name for name, _ in module.named_parameters()] if lands != "autograd" else []
     slots = {n: Slot(n, True, landed.append, torch.full_like(getattr(module, n), float("nan"))) for n in names}
+    for name, slot in slots.items():
+        hook(module.get_parameter(name), slot)
     made, loss = fused(module, terms, slots, tape)
     tape.record = [] if lands == "later" else None
     with made.promising():
@@ -147,7 +149,12 @@ class Scaled(nn.Module):
         self.how = how
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.out(self.tokens(tokens))
+        logits: Tensor
+        if self.how == "other values":
+            twice = {name: value * 2 for name, value in self.out.named_parameters()}
+            logits = torch.func.functional_call(self.out, twice, (self.tokens(tokens),))
+        else:
+            logits = self.out(self.tokens(tokens))
         if self.how == "hook" and logits.requires_grad:
             logits.register_hook(lambda gradient: gradient * 0.5)
         if self.how == "function":
@@ -172,7 +179,7 @@ def check(plan: dict[str, Any], how: str) -> Report:
 @pytest.mark.parametrize(
     ("plan", "how"),
     [
-        *(({}, how) for how in ("nothing", "product", "function", "hook", "in place")),
+        *(({}, how) for how in ("nothing", "product", "function", "hook", "in place", "other values")),
         *(({"tensor": 2, "sequence": True}, how) for how in ("nothing", "function", "in place")),
         *(({"shard": 2, "zero": 3}, how) for how in ("nothing", "function", "hook")),
     ],

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.given import refuse
 from shardwise.mesh import Mesh
 from shardwise.optimizers import SGD, AdamW
 from shardwise.parallelize import parallelize
@@ -54,6 +55,7 @@ def check(name: str, plan: dict[str, Any]) -> Report:
         ("twice", ZB),
         ("twice", {"replicate": 2, "microbatches": 2}),
         ("parametrized", ZB),
+        *(("functional", plan) for plan in (ZB, F1B | {"schedule": "pipedream"}, {"shard": 2, "zero": 3})),
         ("partly_frozen", ZB),
         ("partly_frozen", {"replicate": 2}),
         ("frozen", F1B),
@@ -136,6 +138,35 @@ def test_complex_parameters_are_refused_and_not_cut_in_half() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="parameter '0' is complex; keep its real and imaginary parts"):
         one(model)
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match="'0.weight' has no shape before the model is first called"):
+        one(nn.Sequential(nn.LazyLinear(4)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        ({"tensor": 2}, "a gradient hook, and plan.tensor = 2 divides it"),
+        ({"pipeline": 2, "schedule": "pipedream"}, "a gradient hook, and pipedream keeps versions of it"),
+    ],
+)
+def test_gradient_hooks_that_would_not_be_called_are_refused(plan: dict[str, Any], line: str) -> None:
+    model = user_models.make("plain")
+    model[0].weight.register_hook(lambda gradient: gradient)
+    refuse(model, Plan(), None)
+    with pytest.raises(ValueError, match=f"parameter '0.weight' has {line}"):
+        refuse(model, Plan(**plan), None)
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(
+        ValueError, match=r"a hook for accumulated gradients, which are kept in buckets and never in \.grad"
+    ):
+        refuse(model, Plan(), None)
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    model[0].bias.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match="'0.bias' has a gradient hook and is on the meta device"):
+        refuse(model, Plan(), None)
 
 
 def test_a_copy_of_a_parallel_model_computes_with_its_own_weights() -> None:

@@ -74,6 +74,19 @@ class Twice(nn.Module):
         return self.linear(torch.tanh(self.linear(x))) + self.linear.weight.mean()
 
 
+class Functional(nn.Module):
+    """Calls its layer with other values than its parameters'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = {name: value * 2 for name, value in self.linear.named_parameters()}
+        y: Tensor = torch.func.functional_call(self.linear, values, (x,))
+        return y
+
+
 class Named(nn.Module):
     """Every part's argument has the name of the model's own input."""
 
@@ -150,6 +163,10 @@ def twice() -> nn.Module:
 def parametrized() -> nn.Module:
     norm = nn.utils.parametrizations.weight_norm
     return nn.Sequential(linear(), norm(linear()), linear(), norm(nn.Conv1d(WIDTH, WIDTH, 1)))
+
+
+def functional() -> nn.Module:
+    return nn.Sequential(linear(), Functional(), linear(), Functional())
 
 
 def partly_frozen() -> nn.Module:
