@@ -7,6 +7,7 @@ here with its traceback.
 
 import atexit
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import sys
@@ -48,6 +49,8 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # What imports made stays: a collection need not look at it again.
+    gc.freeze()
     while True:
         try:
             task = connection.recv()
@@ -67,6 +70,8 @@ def _serve(connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # A model that ranks share is full of cycles, and its process groups' threads and connections go with it.
+            gc.collect()
 
 
 class _Pool:
