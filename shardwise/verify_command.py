@@ -68,7 +68,7 @@ def run(request: Request) -> Report:
         disks.require(config, _as_verified(config.plan), "cpu", local=True)
         if config.plan.num_ranks == 1:
             return work(Placement())
-    report = launch.on_ranks(work, config.plan.num_ranks, grace=10)
+    report = launch.on_ranks(work, config.plan.num_ranks, grace=10, offload=disks.folders_of(config.plan))
     if report is None:
         raise KeyboardInterrupt
     return report

@@ -33,9 +33,8 @@ def require(config: Config, plan: Plan, device_type: str, local: bool) -> None:
     Raises:
         ConfigError: what cannot be used; one line for each problem.
     """
-    places = plan.offload.model_dump(exclude_none=True)
     problems = list(refused(plan.offload, device_type))
-    folders = {key: Path(place.removeprefix(DISK)) for key, place in places.items() if place.startswith(DISK)}
+    folders = folders_of(plan)
     keys: dict[Path, str] = {}
     for key, folder in folders.items():
         keys.setdefault(folder, key)
@@ -49,6 +48,12 @@ def require(config: Config, plan: Plan, device_type: str, local: bool) -> None:
         problems = _too_small(config, plan, folders)
     if problems:
         raise ConfigError(problems)
+
+
+def folders_of(plan: Plan) -> dict[str, Path]:
+    """By key of `plan.offload`, the folders of what is kept on disk."""
+    places = plan.offload.model_dump(exclude_none=True)
+    return {key: Path(place.removeprefix(DISK)) for key, place in places.items() if place.startswith(DISK)}
 
 
 def _too_small(config: Config, plan: Plan, folders: dict[str, Path]) -> list[Problem]:

@@ -161,8 +161,12 @@ class Death(Protocol):
     def error_file_data(self) -> Mapping[str, Any]: ...
 
 
-def cause(deaths: Mapping[int, Death]) -> Fault:
+def cause(deaths: Mapping[int, Death], folders: Mapping[str, Path] | None = None) -> Fault:
     """The fault that ended a job, of all that its ranks report.
+
+    Args:
+        deaths: how each rank ended.
+        folders: by key of `plan.offload`, where files lie that ranks had mapped.
 
     A rank's own error comes first, the earliest of several; then an end by a signal, which leaves no record; then the
     loss of a connection.
@@ -175,12 +179,12 @@ def cause(deaths: Mapping[int, Death]) -> Fault:
     codes = {rank: death.exitcode for rank, death in sorted(deaths.items())}
     killed = next((rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
     if killed is not None:
-        return Fault(killed, "told", False, f"rank {killed} was ended by {_signal(-codes[killed])}", "", 0)
+        return Fault(killed, "told", False, f"rank {killed}{_ended(-codes[killed], folders or {})}", "", 0)
     if faults:
         return min(faults, key=lambda fault: fault.time)
     rank, code = max(codes.items(), key=lambda item: item[1])
-    how = f"was ended by {_signal(-code)}" if code < 0 else f"ended with exit status {code}"
-    return Fault(rank, "told", False, f"rank {rank} {how}", "", 0)
+    how = _ended(-code, {}) if code < 0 else f" ended with exit status {code}"
+    return Fault(rank, "told", False, f"rank {rank}{how}", "", 0)
 
 
 def _recorded(death: Death) -> Fault | None:
@@ -189,10 +193,16 @@ def _recorded(death: Death) -> Fault | None:
     return Fault(**fault) if fault else None
 
 
-def _signal(number: int) -> str:
+def _ended(number: int, folders: Mapping[str, Path]) -> str:
     name = signal.Signals(number).name
+    if name == "SIGBUS" and folders:  # the kernel does not say which of the mapped files it was
+        where = ", ".join(f"plan.offload.{key}: {folder}" for key, folder in folders.items())
+        return (
+            f": {where}: a file was cut or cannot be read while it is mapped ({name}; else /dev/shm is full); keep other "
+            "programs off it, check the disk, continue from the last checkpoint, or leave the key out"
+        )
     hints = {"SIGKILL": " (often: the machine had no memory left)", "SIGBUS": " (often: /dev/shm is full)"}
-    return name + hints.get(name, "")
+    return f" was ended by {name}{hints.get(name, '')}"
 
 
 def require_agreement(ranks: Ranks, facts: Mapping[str, Mapping[str, object]]) -> None:

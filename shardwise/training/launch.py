@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,14 @@ def train(config: Config, run: Path | None = None) -> Outcome:
             return _train(config, run, Placement())
     grace = GRACE + int(config.checkpoint.patience)
     work = partial(_train, config, run)
-    outcome = on_ranks(work, config.plan.num_ranks, restarts=config.train.restarts, grace=grace, folder=run)
+    outcome = on_ranks(
+        work,
+        config.plan.num_ranks,
+        restarts=config.train.restarts,
+        grace=grace,
+        folder=run,
+        offload=disks.folders_of(config.plan),
+    )
     if outcome is None:
         assert run is not None
         return Outcome(run, 0, finished=False)
@@ -104,6 +111,7 @@ def on_ranks(
     restarts: int = 0,
     grace: int = GRACE,
     folder: Path | None = None,
+    offload: Mapping[str, Path] | None = None,
 ) -> T | None:
     """Runs `work(place)` on every rank, in processes that torchrun's agent starts on this machine.
 
@@ -116,6 +124,7 @@ def on_ranks(
         restarts: times they are started again after one has failed.
         grace: seconds they get after SIGINT.
         folder: where a rank that fails leaves its traceback, once the folder is there.
+        offload: by key of `plan.offload`, folders with files that ranks map, to be named where one ends a rank.
 
     Returns:
         rank 0's result, or under torchrun or Slurm this rank's; None where a signal ended the work before its result.
@@ -147,7 +156,7 @@ def on_ranks(
             # -P: the folder of the worker's file is no place to import from.
             elastic_launch(settings, sys.executable)("-P", worker.__file__, str(Path(name) / "order"))
         except ChildFailedError as error:
-            fault = faults.cause(error.failures)
+            fault = faults.cause(error.failures, offload)
             if fault.asked:
                 raise ValueError(fault.line) from None
             raise JobFailed(fault.text) from None

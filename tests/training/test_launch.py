@@ -216,6 +216,14 @@ def test_the_cause_is_the_first_error_of_a_rank_s_own() -> None:
     assert faults.cause({0: Death(-signal.SIGTERM), 1: Death(3)}).line == "rank 1 ended with exit status 3"
 
 
+def test_a_file_that_is_cut_under_a_rank_that_reads_it_is_one_line_with_the_key_and_the_folder() -> None:
+    deaths = {0: left("peer", 5, 0), 1: Death(-signal.SIGBUS)}
+    assert faults.cause(deaths).line == "rank 1 was ended by SIGBUS (often: /dev/shm is full)"
+    line = faults.cause(deaths, {"optimizer": Path("/scratch/state")}).line
+    assert line.startswith("rank 1: plan.offload.optimizer: /scratch/state: a file was cut or cannot be read while it ")
+    assert "continue from the last checkpoint" in line
+
+
 def fault_from(error: Exception) -> Fault:
     try:
         raise error
