@@ -219,11 +219,13 @@ class Assembling:
             noting = (division.region if division is not None else None, self.context)
             notes = [part.note for part in noting if part is not None]
             mesh = self.mesh
+            moments = recompute.moments_of(schedule, rank)
             self.recomputation = recompute.Recomputation(
-                self.by_blocks, mesh.axis("stage"), mesh.axis("world"), layer_of
+                self.by_blocks, moments, mesh.axis("stage"), mesh.axis("world"), layer_of
             )
-            for chunk, most in zip(self.chunks, recompute.in_flight(schedule, rank), strict=True):
-                self.recomputation.apply(chunk.module, [chunk.note, *notes], most, schedule.num_microbatches)
+            for number, chunk in enumerate(self.chunks):
+                notes_of = [chunk.note, *notes]
+                self.recomputation.apply(number, chunk.module, notes_of, chunk.tape, schedule.num_microbatches)
         for name, slot in self.slots.items():
             hook(self.live[name], slot)
 

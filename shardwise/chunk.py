@@ -73,7 +73,7 @@ class ModelChunk:
         self.current = 0
         self._shared = shared
         self._owners = owners
-        self._tape = tape
+        self.tape = tape
         self._seeds = seeds
         self._splits = splits
         self._units = Units(module, buckets)
@@ -137,11 +137,11 @@ class ModelChunk:
             self.buckets.last(half.last_backward, half.last_weights)
         if half.backward:
             self._units.begin_backward()
-        self._tape.record = None if half.weights else self._put_off.setdefault(half.microbatch, [])
+        self.tape.record = None if half.weights else self._put_off.setdefault(half.microbatch, [])
 
     def end_backward(self, half: Half) -> None:
         """Compute what was put off, if this was its pass, let go of the version, and start the sums that are due."""
-        self._tape.record = None
+        self.tape.record = None
         if half.weights and not half.backward:
             with torch.no_grad():
                 for work in self._put_off.pop(half.microbatch, []):

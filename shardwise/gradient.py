@@ -22,19 +22,26 @@ from shardwise.functions import apply, apply_all
 
 
 class Tape:
-    """Weight-gradient computations put off: while `record` is a list, they are appended to it instead of being run."""
+    """Weight-gradient computations put off: while `record` is a list, they are appended to it instead of being run.
 
-    __slots__ = ("record",)
+    Attributes:
+        needed: while it is a list, gets the tensors that what is put off needs.
+    """
+
+    __slots__ = ("needed", "record")
 
     def __init__(self) -> None:
         self.record: list[Callable[[], None]] | None = None
+        self.needed: list[Tensor] | None = None
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the work, now or, while recording, when whoever records does."""
+    def run(self, work: Callable[[], None], *needs: Tensor) -> None:
+        """Do the work, now or, while recording, when whoever records does: until then it holds on to `needs`."""
         if self.record is None:
             work()
-        else:
-            self.record.append(work)
+            return
+        self.record.append(work)
+        if self.needed is not None:
+            self.needed.extend(needs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tape":
         return self  # a copied module still belongs to the same chunk
@@ -167,7 +174,8 @@ class _Linear(torch.autograd.Function):
         if tape.record is None:
             _land(slots, grad, x)
         else:
-            tape.record.append(lambda: _land(slots, grad, x))
+            x = x.detach()  # whose graph would hold on to a recomputed block's input
+            tape.run(lambda: _land(slots, grad, x), grad, x)
         return (kernels.linear(grad, weight.t()) if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
@@ -201,7 +209,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (index,) = ctx.saved_tensors
         slot = ctx.slot
-        ctx.tape.run(lambda: slot.add_rows(index.reshape(-1), _rows(grad)))
+        ctx.tape.run(lambda: slot.add_rows(index.reshape(-1), _rows(grad)), index, grad)
         return None, None, None, None
 
 
@@ -249,7 +257,7 @@ class _Apart(torch.autograd.Function):
                     slot.add(value)
 
         if pairs:
-            ctx.tape.run(land)
+            ctx.tape.run(land, leaf, *outputs, *starts)
         return None, None, None, None, grad_x, *([None] * len(slots))
 
 

@@ -292,7 +292,7 @@ def _run(
         if last and tape.record is None:
             final = work  # while the ranks' parts of the input's gradient are summed
         else:
-            tape.run(work)
+            tape.run(work, slope, part)
     finish = holders.sum(slope_of_input) if slope_of_input is not None else None
     if final is not None:
         final()

@@ -16,6 +16,7 @@ from shardwise.layout import share
 from shardwise.loss import Loss
 from shardwise.memory.block_scale import BlockScales
 from shardwise.memory.precision import LossScale, Precision
+from shardwise.memory.recompute import moments_of
 from shardwise.memory.report import Report
 from shardwise.mesh import Mesh
 from shardwise.optimizers.optimizer import Optimizer
@@ -361,6 +362,8 @@ class Parallel:
         assert not schedule.asynchronous, schedule.name
         self.schedule = self._runner.schedule = schedule
         self._rows.clear()
+        if self._assembly.recomputation is not None:
+            self._assembly.recomputation.moments = moments_of(schedule, self._rank)
 
     def record(self) -> None:
         """Begin to note when each action runs; `timeline` gives what was noted."""

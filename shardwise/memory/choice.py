@@ -17,6 +17,8 @@ import torch
 MOST_PARTS = 10
 # Steps into which a limit is divided.
 STEPS = 4096
+# How often the room of a knapsack is halved, whose blocks do not all keep most at the same moment.
+HALVINGS = 6
 
 
 class Item(NamedTuple):
@@ -25,6 +27,13 @@ class Item(NamedTuple):
     path: str
     size: int
     seconds: float
+
+
+class Moment(NamedTuple):
+    """How many forwards wait for their backwards, and how many backwards for their W."""
+
+    forwards: int
+    backwards: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,9 @@ class Costs:
         without: bytes it would keep if the plan computed nothing again.
         rest: seconds of what is always computed again, unless nothing is.
         items: what may be kept beside the inputs.
-        microbatches: how many forwards of it wait for their backwards at once, at most.
+        put_off: bytes that its weight gradients need from B to W, whatever is kept.
+        moments: of a step, those at which a rank may keep most, the same ones for all its blocks: how many forwards of
+            the block wait for their backwards, and how many backwards for their W.
         runs: forwards of it in a step.
     """
 
@@ -48,8 +59,14 @@ class Costs:
     without: int
     rest: float
     items: tuple[Item, ...]
-    microbatches: int
+    put_off: int
+    moments: tuple[Moment, ...]
     runs: int
+
+    @property
+    def most(self) -> int:
+        """How many forwards wait for their backwards at once, at most."""
+        return max(moment.forwards for moment in self.moments)
 
 
 @dataclass(frozen=True)
@@ -90,21 +107,52 @@ def options(costs: Costs) -> list[Option]:
     return found
 
 
+def peak(blocks: Sequence[Costs], sizes: Sequence[int]) -> int:
+    """What the blocks hold at most at once, if they keep so much of a microbatch each."""
+    moments = zip(*(costs.moments for costs in blocks), strict=True)
+    pairs = list(zip(blocks, sizes, strict=True))
+    return max(
+        (
+            sum(m.forwards * size + m.backwards * costs.put_off for (costs, size), m in zip(pairs, moment, strict=True))
+            for moment in moments
+        ),
+        default=0,
+    )
+
+
 def least_bytes(blocks: Sequence[Costs]) -> int:
-    """What the blocks keep at least at once."""
-    return sum(options(costs)[0].size * costs.microbatches for costs in blocks)
+    """What the blocks hold at least at once."""
+    return peak(blocks, [options(costs)[0].size for costs in blocks])
 
 
 def solve(blocks: Sequence[Costs], limit: float) -> list[Option]:
-    """The options that take the least time and keep no more than `limit` bytes at once; those with the fewest bytes, if
-    even they keep more."""
-    if sum(costs.plain * costs.microbatches for costs in blocks) <= limit:
+    """The options that take the least time and hold no more than `limit` bytes at once; those with the fewest bytes, if
+    even they hold more."""
+    if peak(blocks, [costs.plain for costs in blocks]) <= limit:
         return [everything(costs) for costs in blocks]
     found = [options(costs) for costs in blocks]
-    least = least_bytes(blocks)
-    room = limit - least
+    room = limit - least_bytes(blocks)
     if room <= 0:
         return [choices[0] for choices in found]
+    chosen = _knapsack(blocks, found, room)
+    if len(blocks[0].moments) == 1:
+        return chosen
+    # Each block was counted when it keeps most, which for others is another moment: there may be more room.
+    low, high = (
+        room,
+        float(sum((choices[-1].size - choices[0].size) * c.most for c, choices in zip(blocks, found, strict=True))),
+    )
+    for _ in range(HALVINGS):
+        tried = _knapsack(blocks, found, (low + high) / 2)
+        if peak(blocks, [option.size for option in tried]) <= limit:
+            low, chosen = (low + high) / 2, tried
+        else:
+            high = (low + high) / 2
+    return chosen
+
+
+def _knapsack(blocks: Sequence[Costs], found: list[list[Option]], room: float) -> list[Option]:
+    """The options that take the least time and `room` bytes beyond the least, if all blocks keep most at once."""
     step = room / STEPS
     # best[c]: the least seconds of the blocks so far, c steps of room being left for those that follow.
     best = torch.zeros(STEPS + 1, dtype=torch.float64)
@@ -124,7 +172,7 @@ def solve(blocks: Sequence[Costs], limit: float) -> list[Option]:
 
 def _steps(costs: Costs, option: Option, least: Option, step: float) -> int:
     """The room that an option takes beyond the least one, rounded up, but for the rounding of the division itself."""
-    return math.ceil((option.size - least.size) * costs.microbatches / step - 1e-6)
+    return math.ceil((option.size - least.size) * costs.most / step - 1e-6)
 
 
 def _walk(

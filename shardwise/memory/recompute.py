@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from shardwise import collectives
-from shardwise.memory.choice import Costs, Item, Option, everything, keeping, least_bytes, solve
+from shardwise.gradient import Tape
+from shardwise.memory.choice import Costs, Item, Moment, Option, everything, keeping, least_bytes, peak, solve
 from shardwise.memory.measure import Measured
 from shardwise.memory.parts import watch_parts
 from shardwise.memory.replay import Block, Note, Part, stand_in
@@ -61,6 +62,8 @@ class Recomputation:
 
     Args:
         how: `plan.recompute`.
+        moments: by chunk, what waits at the moments of a step at which the rank may keep most (`moments_of`); may be
+            set anew until what is kept is chosen.
         axis: the ranks that hold the same layers or parts of them, which choose alike.
         world: all ranks.
         layer_of: what computes a module that tensor parallelism has divided, None for others.
@@ -69,37 +72,46 @@ class Recomputation:
         report: what has been chosen; None before.
     """
 
-    def __init__(self, how: str | float, axis: Axis, world: Axis, layer_of: Callable[[nn.Module], object]) -> None:
+    def __init__(
+        self,
+        how: str | float,
+        moments: Sequence[tuple[Moment, ...]],
+        axis: Axis,
+        world: Axis,
+        layer_of: Callable[[nn.Module], object],
+    ) -> None:
         self.how = how
+        self.moments = moments
         self.report: Report | None = None
         self._axis, self._world = axis, world
         self._layer_of = layer_of
         self._blocks: list[_Measured] = []
         self._steps = 0
 
-    def apply(self, stage: nn.Module, notes: Sequence[Note], in_flight: int, runs: int) -> None:
+    def apply(self, chunk: int, stage: nn.Module, notes: Sequence[Note], tape: Tape, runs: int) -> None:
         """Have blocks of a stage be computed again in backward; the stage is changed in place.
 
         Args:
+            chunk: its number on this rank.
             stage: a `Stage` or `Whole`.
             notes: of what a forward depends on beside its arguments and random numbers.
-            in_flight: the most microbatches that are between their forward and their backward on the stage.
+            tape: where its weight gradients are put off.
             runs: microbatches of a step.
         """
         if self.how == "sqrt":
             assert isinstance(stage, Stage)
-            for block, modules in _segments(stage, notes, in_flight):
-                self._add(block, modules, in_flight, runs)
+            for block, modules in _segments(stage, notes, max(moment.forwards for moment in self.moments[chunk])):
+                self._add(chunk, block, modules, tape, runs)
             return
         for path, module in _blocks(stage):
             block = Block(path, module.forward, [module], notes)
             stand_in(module, block)
-            self._add(block, [module], in_flight, runs)
+            self._add(chunk, block, [module], tape, runs)
 
-    def _add(self, block: Block, modules: list[nn.Module], in_flight: int, runs: int) -> None:
+    def _add(self, chunk: int, block: Block, modules: list[nn.Module], tape: Tape, runs: int) -> None:
         for module in modules:
             watch_parts(block, module, self._layer_of)
-        self._blocks.append(_Measured(Measured(block, modules), in_flight, runs))
+        self._blocks.append(_Measured(Measured(block, modules, tape), chunk, runs))
 
     def after_step(self) -> None:
         """Choose, once there are measurements. Collective over the axis, with a limit in bytes over all ranks.
@@ -112,7 +124,7 @@ class Recomputation:
             self._settle()
 
     def _settle(self) -> None:
-        measured = [block.costs() for block in self._blocks]
+        measured = [block.costs(self.moments[block.chunk]) for block in self._blocks]
         skipped = [block.skipped for block in self._blocks]
         everyone = collectives.all_gather_object((measured, skipped), self._axis)
         blocks = _alike([_together(several) for several in zip(*(costs for costs, _ in everyone), strict=True)])
@@ -135,14 +147,17 @@ class Recomputation:
                 everything(costs) if (number + 1) % step else keeping(costs, ()) for number, costs in enumerate(blocks)
             ]
         if isinstance(how, float):
-            return solve(blocks, how * sum(costs.without * costs.microbatches for costs in blocks))
+            chosen_from = [replace(costs, put_off=0) for costs in blocks]  # no choice makes what W needs less
+            return solve(chosen_from, how * peak(chosen_from, [costs.without for costs in blocks]))
         limit = bytes_of(how)
         assert limit is not None
         # Of all ranks, so that the value which the error names is enough for every stage.
-        least = max(collectives.all_gather_object(least_bytes(blocks), self._world))
+        needs_more = least_bytes(blocks), any(costs.put_off for costs in blocks)
+        least, for_weights = max(collectives.all_gather_object(needs_more, self._world))
         if least > limit:
+            kept = "their inputs and what W needs take" if for_weights else "their inputs take"
             raise ValueError(
-                f'plan.recompute = "{how}": even with every block computed again, their inputs take more on a rank; '
+                f'plan.recompute = "{how}": even with every block computed again, {kept} more on a rank; '
                 f'set it to "{limit_of(least)}" or more, or plan.microbatches higher, whose inputs are smaller'
             )
         return solve(blocks, limit)
@@ -151,8 +166,8 @@ class Recomputation:
 class _Measured:
     """A block, its measurements and where it stands in a step."""
 
-    def __init__(self, measured: Measured, in_flight: int, runs: int) -> None:
-        self.measured, self.in_flight, self.runs = measured, in_flight, runs
+    def __init__(self, measured: Measured, chunk: int, runs: int) -> None:
+        self.measured, self.chunk, self.runs = measured, chunk, runs
         self.path = measured.block.path
 
     @property
@@ -173,7 +188,7 @@ class _Measured:
             size = sum(found.parts[other][1] for other in group)
             yield Item(path, size, sum(found.parts[other][0] for other in group)), group
 
-    def costs(self) -> Costs:
+    def costs(self, moments: tuple[Moment, ...]) -> Costs:
         found = self.measured
         parts = sum(seconds for seconds, _ in found.parts.values())
         measured = found.seconds < float("inf")
@@ -184,7 +199,8 @@ class _Measured:
             found.plain + found.spared,
             max(0.0, found.seconds - parts) if measured else 0.0,
             tuple(item for item, _ in self._items()),
-            self.in_flight,
+            found.put_off,
+            moments,
             self.runs,
         )
 
@@ -214,6 +230,7 @@ def _together(several: Sequence[Costs]) -> Costs:
         without=max(other.without for other in several),
         rest=math.fsum(other.rest for other in several) / len(several),
         items=tuple(items),
+        put_off=max(other.put_off for other in several),
     )
 
 
@@ -223,21 +240,30 @@ def _alike(blocks: list[Costs]) -> list[Costs]:
     kinds: dict[Any, list[Costs]] = {}
     for costs in blocks:
         sizes = tuple((item.path, item.size) for item in costs.items)
-        kinds.setdefault((costs.inputs, costs.plain, costs.without, sizes), []).append(costs)
+        kinds.setdefault((costs.inputs, costs.plain, costs.without, costs.put_off, sizes), []).append(costs)
     means = {id(costs): _together(alike) for alike in kinds.values() for costs in alike}
-    return [
-        replace(means[id(costs)], path=costs.path, microbatches=costs.microbatches, runs=costs.runs) for costs in blocks
-    ]
+    return [replace(means[id(costs)], path=costs.path, moments=costs.moments, runs=costs.runs) for costs in blocks]
 
 
-def in_flight(schedule: Schedule, rank: int) -> list[int]:
-    """By chunk of a pipeline rank, the most microbatches that are between their forward and their backward at once."""
+def moments_of(schedule: Schedule, rank: int) -> list[tuple[Moment, ...]]:
+    """By chunk of a pipeline rank, what waits at the moments of a step at which the rank may keep most: at those at
+    which no other one has as much of everything."""
     row = (schedule if schedule.rounds is None else unroll(schedule, 3)).rows[rank]
-    now, most = [0] * schedule.num_chunks, [0] * schedule.num_chunks
+    now = [Moment(0, 0)] * schedule.num_chunks
+    seen: dict[tuple[Moment, ...], None] = {}  # a set that stays in order: all ranks of a stage choose alike
     for action in row:
-        now[action.chunk] += (Kind.F is action.kind) - (action.kind in (Kind.B, Kind.BW))
-        most[action.chunk] = max(most[action.chunk], now[action.chunk])
-    return most
+        waiting = now[action.chunk]
+        now[action.chunk] = Moment(
+            waiting.forwards + (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.BW)),
+            waiting.backwards + (action.kind is Kind.B) - (action.kind is Kind.W),
+        )
+        seen[tuple(now)] = None
+    found = [moment for moment in seen if not any(_has_as_much(other, moment) for other in seen if other != moment)]
+    return list(zip(*found, strict=True))
+
+
+def _has_as_much(one: tuple[Moment, ...], other: tuple[Moment, ...]) -> bool:
+    return all(a.forwards >= b.forwards and a.backwards >= b.backwards for a, b in zip(one, other, strict=True))
 
 
 def _blocks(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:

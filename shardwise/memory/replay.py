@@ -7,7 +7,7 @@ part does not compute at all if nothing needs its values: only its gradient is w
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Protocol
@@ -138,6 +138,9 @@ class Observer(Protocol):
 
     def compute(self, part: Part, args: tuple[Any, ...]) -> Any:
         """Have a part computed."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """The gradients of the run that was watched last are computed inside."""
 
 
 class Run:
@@ -337,9 +340,11 @@ class _Again(torch.autograd.Function):
             if gradient is not None and value.requires_grad
         ]
         pairs += [(value, gradient) for value, gradient in run.left_again if value.requires_grad]
+        observer = run.block.observer
         del run
         if pairs:
-            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+            with nullcontext() if observer is None else observer.backward():
+                torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
         return None, *(leaf.grad for leaf in leaves)
 
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.memory.choice import Costs, Option
+from shardwise.memory.choice import Costs, Option, peak
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Report:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the blocks keep for backward, at most at once."""
-        return sum(o.size * costs.microbatches for costs, o in zip(self.blocks, self.chosen, strict=True))
+        """Bytes that the blocks keep for backward and W, at most at once."""
+        return peak(self.blocks, [option.size for option in self.chosen])
 
     @property
     def without_bytes(self) -> int:
         """Bytes that they would keep if nothing was computed again."""
-        return sum(costs.without * costs.microbatches for costs in self.blocks)
+        return peak(self.blocks, [costs.without for costs in self.blocks])
 
     @property
     def recomputed_bytes(self) -> int:
@@ -56,10 +56,11 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         share = f"{self.kept_bytes / self.without_bytes:.0%} of " if self.without_bytes else ""
+        for_weights = ", what W needs included" if any(costs.put_off for costs in self.blocks) else ""
         lines.append(
             f"recompute = {self.how}: blocks keep at most {shown_bytes(self.kept_bytes)} at once, {share}"
-            f"{shown_bytes(self.without_bytes)}; a step computes {shown_bytes(self.recomputed_bytes)} again in "
-            f"{1000 * self.seconds:.1f} ms"
+            f"{shown_bytes(self.without_bytes)}{for_weights}; a step computes "
+            f"{shown_bytes(self.recomputed_bytes)} again in {1000 * self.seconds:.1f} ms"
         )
         return "\n".join(lines)
 

@@ -85,6 +85,6 @@ class _Lookup(torch.autograd.Function):
             inside &= index != table.padding
         rows, values = index[inside] - table.start, flat[inside]
         if slot is not None:
-            table.landing.tape.run(lambda: slot.add_rows(rows, values))
+            table.landing.tape.run(lambda: slot.add_rows(rows, values), rows, values)
             return None, None, None
         return None, flat.new_zeros(ctx.rows, flat.shape[1]).index_add_(0, rows, values), None

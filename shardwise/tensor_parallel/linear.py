@@ -137,10 +137,13 @@ class _Columns(torch.autograd.Function):
                 total.zero_()
             finish = (lambda: buffer) if entered else region.exchange.start_sum(buffer, region.scatter)
 
+        # What is put off must not hold on to the graph: it would to a recomputed block's input.
+        length, x_alone = ctx.length, x.detach()
+
         def land() -> None:
             whole = gathered
             if whole is None:
-                whole = region.gather(x, ctx.length) if gathers and any(wants_weights) else x
+                whole = region.gather(x_alone, length) if gathers and any(wants_weights) else x_alone
             for flat, landing in zip(flats, landings, strict=True):
                 bias_slot = landing.direct("bias")
                 if flat is not None:
@@ -160,7 +163,7 @@ class _Columns(torch.autograd.Function):
             land()
             return (finish() if finish is not None else None), None, None, *for_autograd
         grad_x = finish() if finish is not None else None
-        tape.run(land)
+        tape.run(land, whole_x, *(flat for flat in flats if flat is not None))
         return grad_x, None, None, *for_autograd
 
 
@@ -231,13 +234,15 @@ class _Row(torch.autograd.Function):
         if needs_x:
             grad_x = products[0].view(x.shape) if len(products) == 1 else torch.cat(products)
 
+        x_alone = x.detach()  # without the graph, which would hold on to a recomputed block's input
+
         def land() -> None:
-            landing.land_matrix(flat, rows_of(x))
+            landing.land_matrix(flat, rows_of(x_alone))
             if bias_slot is not None:
                 bias_slot.add_sum(flat)
 
         if weight_slot is not None or bias_slot is not None:
-            landing.tape.run(land)
+            landing.tape.run(land, flat, x)
         return (
             grad_x,
             flat.t() @ rows_of(x) if needs_weight and weight_slot is None else None,

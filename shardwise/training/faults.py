@@ -198,8 +198,8 @@ def _ended(number: int, folders: Mapping[str, Path]) -> str:
     if name == "SIGBUS" and folders:  # the kernel does not say which of the mapped files it was
         where = ", ".join(f"plan.offload.{key}: {folder}" for key, folder in folders.items())
         return (
-            f": {where}: a file was cut or cannot be read while it is mapped ({name}; else /dev/shm is full); keep other "
-            "programs off it, check the disk, continue from the last checkpoint, or leave the key out"
+            f": {where}: a file was cut or cannot be read while it is mapped ({name}; else /dev/shm is full); keep "
+            "other programs off it, check the disk, continue from the last checkpoint, or leave the key out"
         )
     hints = {"SIGKILL": " (often: the machine had no memory left)", "SIGBUS": " (often: /dev/shm is full)"}
     return f" was ended by {name}{hints.get(name, '')}"

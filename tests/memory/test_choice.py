@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.memory.attention import Given, attention, keep, known
-from shardwise.memory.choice import Costs, Item, options, solve
+from shardwise.memory.choice import Costs, Item, Moment, least_bytes, options, peak, solve
 from shardwise.models import build
 from shardwise.models.config import ModelConfig
 from shardwise.optimizers import SGD
@@ -20,7 +20,7 @@ from shardwise.plan import Plan
 from tests.pool import run_ranks
 
 
-def drawn(generator: random.Random) -> Costs:
+def drawn(generator: random.Random, moments: tuple[Moment, ...]) -> Costs:
     plain = generator.randint(20, 40) * 100
     items = [Item(str(n), generator.randint(1, 6) * 100, generator.random()) for n in range(generator.randint(0, 3))]
     return Costs(
@@ -30,21 +30,25 @@ def drawn(generator: random.Random) -> Costs:
         plain,
         generator.random(),
         tuple(items),
-        generator.randint(1, 3),
+        generator.choice((0, 500)),
+        moments,
         generator.randint(1, 3),
     )
 
 
 def test_no_choice_within_the_limit_takes_less_time() -> None:
     generator = random.Random(0)
-    for _ in range(60):
-        blocks = [drawn(generator) for _ in range(3)]
+    for trial in range(60):
+        # Of two stages, at one moment or at several.
+        count = 1 + trial % 3
+        stages = [tuple(Moment(generator.randint(1, 3), generator.randint(0, 2)) for _ in range(count)) for _ in "12"]
+        blocks = [drawn(generator, stages[number // 2]) for number in range(3)]
         limit = generator.randint(500, 14000)
         sets = itertools.product(*(options(costs) for costs in blocks))
 
         def total(chosen: object, blocks: list[Costs] = blocks) -> tuple[float, float]:
             pairs = list(zip(chosen, blocks, strict=True))  # type: ignore[call-overload]
-            return sum(o.size * c.microbatches for o, c in pairs), sum(o.seconds * c.runs for o, c in pairs)
+            return peak(blocks, [o.size for o, _ in pairs]), sum(o.seconds * c.runs for o, c in pairs)
 
         fitting = [seconds for size, seconds in map(total, sets) if size <= limit]
         size, seconds = total(solve(blocks, limit))
@@ -53,11 +57,11 @@ def test_no_choice_within_the_limit_takes_less_time() -> None:
             # Within the rounding of the limit to steps.
             assert seconds <= min(fitting) * 1.15 + 1e-9
         else:
-            assert size == sum(options(costs)[0].size * costs.microbatches for costs in blocks)
+            assert size == least_bytes(blocks)
 
 
 def test_half_of_equal_blocks_fit_in_half_of_their_bytes() -> None:
-    blocks = [Costs("b", 100, 1100, 1100, 1.0, (), 1, 1)] * 4
+    blocks = [Costs("b", 100, 1100, 1100, 1.0, (), 0, (Moment(1, 0),), 1)] * 4
     assert [option.kept for option in solve(blocks, 2 * 1100 + 2 * 100)].count(None) == 2
 
 
