@@ -11,6 +11,33 @@ from shardwise.layout import share
 Batch = tuple[Any, Any]
 
 
+def require(batch: Any) -> None:
+    """
+    Raises:
+        ValueError: it is no pair of inputs, with a tensor among them, and targets, or a tensor has no rows.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        what = f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+        raise ValueError(f"a batch is a pair, (inputs, targets), and this is {what}")
+    if not tensors(batch[0]):
+        raise ValueError(f"the inputs of a batch hold no tensor; they are a {type(batch[0]).__name__}")
+    if any(leaf.ndim == 0 for leaf in tensors(batch)):
+        raise ValueError("a tensor of a batch has no dimension; give every tensor rows (dim 0)")
+
+
+def as_count(count: Any) -> Tensor:
+    """What a `Loss` has counted, a 0-dim int64 tensor in host memory.
+
+    Raises:
+        ValueError: it is no whole number, or less than 0.
+    """
+    if isinstance(count, int):
+        count = torch.tensor(count)
+    if not isinstance(count, Tensor) or count.numel() != 1 or count.is_floating_point() or int(count) < 0:
+        raise ValueError(f"loss.count has returned {count}; give how many targets count, a whole number of 0 or more")
+    return count.detach().reshape(()).to("cpu", torch.int64)
+
+
 def _map(batch: Any, function: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 

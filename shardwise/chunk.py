@@ -85,6 +85,7 @@ class ModelChunk:
         self._versions = {0: _Version({id(bucket): bucket.stored for bucket in buckets.buckets}, parameters)}
         self._spare: list[_Version] = []
         self._bound = 0
+        self._in_place = parameters  # as they stand in the modules
         self._head: Head | None = None
 
     def adopt(self, head: Head) -> None:
@@ -181,6 +182,15 @@ class ModelChunk:
         self.current += 1
         self._versions[self.current] = version
 
+    def changed(self) -> list[str]:
+        """Parameters that somebody has frozen, or put another one in the place of."""
+        return [
+            name
+            for name, parameter in self._in_place.items()
+            if not parameter.requires_grad
+            or any(module._parameters.get(key) is not parameter for module, key in self._owners[name])
+        ]
+
     def settle(self) -> None:
         """No microbatch is in flight: keep the newest version alone, where everything else looks for the parameters."""
         if self._version_of is None:
@@ -215,7 +225,7 @@ class ModelChunk:
                 module._parameters[attribute] = parameter
         for bucket in self.buckets.buckets:
             bucket.gather_from(version.stored[id(bucket)])
-        self._bound = number
+        self._bound, self._in_place = number, version.parameters
 
     def _allocate(self) -> _Version:
         """Memory for a further version. Collective over the gradient axis, whose ranks make versions alike."""

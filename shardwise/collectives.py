@@ -5,6 +5,7 @@ every rank's tensor in place and writes the result to all of them, so nothing is
 torch.distributed does the work.
 """
 
+import contextlib
 import math
 import mmap
 import os
@@ -293,6 +294,12 @@ class HostLink:
         for peer in self._peers.values():
             socket.send_fds(peer, [b"f"], [descriptor])
         return {rank: _receive_descriptor(peer) for rank, peer in self._peers.items()}
+
+    def leave(self) -> None:
+        """Tell the peers that this rank will not come again, and whoever waits for them on a thread of its own."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # the peer has gone first
+                peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the sockets, by which the peers notice, and the bells."""

@@ -112,6 +112,11 @@ class Exchange:
 
         return wait
 
+    def leave(self) -> None:
+        """Tell the peers that this rank will not come again: an error has ended the work midway."""
+        if self._link is not None:
+            self._link.leave()
+
     def close(self) -> None:
         """Close the sockets."""
         if self._link is not None:
@@ -191,6 +196,11 @@ class Totals:
         buffer = self._exchange.buffer(tuple(tensor.shape), tensor).copy_(tensor)
         self._last = functools.cache(self._exchange.start_sum(buffer))
         return self._last
+
+    def leave(self) -> None:
+        """Tell the peers that this rank will not come again: an error has ended the work midway."""
+        if self._exchange is not None:
+            self._exchange.leave()
 
     def close(self) -> None:
         """Close the sockets, once the last sum is there for whoever asks later."""

@@ -1,10 +1,17 @@
-"""What `parallelize` is given: what no layout could compute, and what all ranks must have been given alike."""
+"""What `parallelize` and the model it makes are given: what no layout could compute, and what all ranks must have been
+given alike."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from shardwise import batch as batches
+from shardwise import collectives
+from shardwise.batch import Batch
+from shardwise.chunk import ModelChunk
 from shardwise.initial import seed_of
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.plan_values import ASYNCHRONOUS
 from shardwise.state import fingerprint
@@ -59,6 +66,48 @@ def _refuse_batch_statistics(model: nn.Module, plan: Plan) -> None:
                 "microbatch's part of the batch, so no layout could equal one device; use GroupNorm or LayerNorm, or "
                 "one data-parallel rank and one microbatch"
             )
+
+
+def refuse_different_batches(batch: Batch, mesh: Mesh) -> None:
+    """Raises ValueError if ranks of a data rank were given different rows: each uses what it needs of its own copy.
+    Collective over the job."""
+    if mesh.num_ranks == mesh.axis("data").size:
+        return
+    mine = mesh.axis("data").rank, [fingerprint(tensor) for tensor in batches.tensors(batch)]
+    first: dict[int, tuple[int, list[str]]] = {}
+    for rank, (share_of, prints) in enumerate(collectives.all_gather_object(mine, mesh.axis("world"))):
+        other, right = first.setdefault(share_of, (rank, prints))
+        if prints != right:
+            raise ValueError(
+                f"ranks {other} and {rank} are both data rank {share_of} and were given different batches: give "
+                "every rank the rows of parallel.data_rank, parallel.share(global batch) for instance"
+            )
+
+
+def require_lr(lr: object) -> float:
+    """A step's learning rate.
+
+    Raises:
+        ValueError: it is no finite number of 0 or more.
+    """
+    try:
+        found = float(lr)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise ValueError(f"lr = {lr!r} is no learning rate; give a finite number of 0 or more")
+    return found
+
+
+def refuse_changed(chunks: Iterable[ModelChunk], frozen: dict[str, nn.Parameter]) -> None:
+    """Raises ValueError for parameters that were frozen, trained or replaced since the model was made parallel."""
+    changed = [(name, "no longer") for chunk in chunks for name in chunk.changed()]
+    changed += [(name, "now") for name, parameter in frozen.items() if parameter.requires_grad]
+    for name, when in changed:
+        raise ValueError(
+            f"parameter {name!r} is {when} to be trained, which is settled when a model is made parallel; build the "
+            "model anew, parallelize it and load a checkpoint"
+        )
 
 
 def facts_of(

@@ -20,7 +20,16 @@ IGNORED = -100
 
 def count_targets(targets: Tensor) -> Tensor:
     """Targets that count: for integer targets those that are not -100, for others the rows. Returns a 0-dim int64
-    tensor."""
+    tensor.
+
+    Raises:
+        ValueError: they are no tensor.
+    """
+    if not isinstance(targets, Tensor):
+        raise ValueError(
+            f"targets are a {type(targets).__name__}, of which nobody knows how many count; give a tensor, or "
+            "shardwise.Loss(sum, count)"
+        )
     if targets.is_floating_point() or targets.dtype == torch.bool:
         return torch.tensor(targets.shape[0], device=targets.device)
     return (targets != IGNORED).sum()

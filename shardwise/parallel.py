@@ -1,7 +1,8 @@
 """A model spread over ranks, as `parallelize` makes it: steps, evaluation, and its state by name."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardwise import batch as batches
 from shardwise import collectives
 from shardwise.batch import Batch
 from shardwise.exchange import Totals
+from shardwise.given import refuse_changed, refuse_different_batches, require_lr
 from shardwise.layout import share
 from shardwise.loss import Loss
 from shardwise.memory.block_scale import BlockScales
@@ -34,7 +36,7 @@ from shardwise.pipeline_parallel.timeline import Event, Timeline
 from shardwise.pipeline_parallel.versions import update_groups
 from shardwise.plan import Plan
 from shardwise.randomness import generators, restore
-from shardwise.state import Assembly, State, fingerprint
+from shardwise.state import Assembly, State
 from shardwise.step_metrics import StepMetrics
 from shardwise.updates import Updates
 
@@ -71,7 +73,7 @@ class Parallel:
         self._rank = mesh.axis("pipeline").rank
         self._steps_taken = 0
         self._rounds_run = 0  # steps since the pipeline was last empty
-        self._broken = False  # an error has left a step half done
+        self._broken = self._closed = False  # whether an error has left a step half done; whether the job is over
         self._compared = False  # whether ranks that read the same rows have been found to do so
         self._group_of = update_groups(schedule)
         self._rows: dict[str, tuple[Step, ...]] = {}
@@ -121,14 +123,19 @@ class Parallel:
         """
         if self._optimizer is None:
             raise ValueError("this model has no optimizer: pass parallelize(..., optimizer=shardwise.AdamW())")
+        self._require_whole()
+        lr = require_lr(self._optimizer.lr if lr is None else lr)
+        batches.require(batch)
+        refuse_changed(self.chunks, self._assembly.frozen)
         if not self._compared:
-            self._compare(batch)
+            refuse_different_batches(batch, self.mesh)
+            self._compared = True
         first = self._rounds_run * self.schedule.num_microbatches
         traffic = self._assembly.traffic
         before = traffic.copy() if traffic is not None else None
         counts = self._feed(batch, first, training=True)
         updates = self._updates
-        self._runner.loss_scale = updates.begin(self._optimizer.lr if lr is None else lr, self._rounds_run)
+        self._runner.loss_scale = updates.begin(lr, self._rounds_run)
         self._run(self._steps("next" if self._rounds_run else "first"), first)
         self._note(first)
         if self.schedule.asynchronous:
@@ -192,22 +199,28 @@ class Parallel:
         Args:
             batch: (inputs, targets), this data rank's rows; may have no rows.
         """
+        self._require_whole()
+        batches.require(batch)
+        count = batches.as_count(self._loss.count(batch[1]))
         self.drain()
         modes = [(module, module.training) for chunk in self.chunks for module in chunk.module.modules()]
-        for chunk in self.chunks:
-            chunk.module.eval()
         self._feed(batch, 0, training=False)
-        self._runner.run(self._steps("evaluate"), 0, training=False)
-        self._runner.finish()
+        try:
+            for chunk in self.chunks:
+                chunk.module.eval()
+            with self._whole():
+                self._runner.run(self._steps("evaluate"), 0, training=False)
+                self._runner.finish()
+        finally:
+            for module, mode in modes:
+                module.training = mode
         for number in range(self.schedule.num_microbatches):
             self._runner.forget(number)
-        for module, mode in modes:
-            module.training = mode
         totals = torch.zeros(2, dtype=torch.float64)
         if self._runner.losses:
             totals[0] = torch.stack(self._runner.losses).sum().to("cpu", torch.float64)
             self._runner.losses.clear()
-        totals[1] = float(self._loss.count(batch[1]))
+        totals[1] = float(count)
         # The last stage alone has a loss, whose parts are on the context ranks; all ranks of a data rank count the same
         # targets.
         totals[0] /= self.mesh.sizes["tensor"]
@@ -217,31 +230,36 @@ class Parallel:
 
     def _run(self, steps: tuple[Step, ...], first: int) -> None:
         """Run a row of training; the program's own random numbers go on as if it had not been."""
+        state = generators()
+        with self._whole():
+            self._runner.run(steps, first)
+        restore(state)
+
+    def _require_whole(self) -> None:
+        if self._closed:
+            raise RuntimeError("this model was closed, so its ranks no longer hear each other: build it anew")
         if self._broken:
             raise RuntimeError(
                 "an earlier step has failed midway and left gradients of a part of its batch: build the model anew "
                 "and load a checkpoint"
             )
-        state = generators()
-        self._broken = True
-        self._runner.run(steps, first)
-        self._broken = False
-        restore(state)
 
-    def _compare(self, batch: Batch) -> None:
-        """See that all ranks of a data rank were given the same rows: each uses what it needs of its own copy."""
-        self._compared = True
-        if self.mesh.num_ranks == self.num_data_ranks:
-            return
-        mine = self.data_rank, [fingerprint(tensor) for tensor in batches.tensors(batch)]
-        first: dict[int, tuple[int, list[str]]] = {}
-        for rank, (share_of, prints) in enumerate(collectives.all_gather_object(mine, self.mesh.axis("world"))):
-            other, right = first.setdefault(share_of, (rank, prints))
-            if prints != right:
-                raise ValueError(
-                    f"ranks {other} and {rank} are both data rank {share_of} and were given different batches: give "
-                    "every rank the rows of parallel.data_rank, parallel.share(global batch) for instance"
-                )
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is inside is done as a whole, or this rank takes part in nothing more, which others are told: they
+        would wait for as long as a program lives that has caught the error."""
+        self._broken = True
+        try:
+            yield
+        except BaseException:
+            self._runner.wire.leave()
+            self._assembly.reducer.leave()
+            for division in self._assembly.closes:
+                division.leave()
+            for sums in self._sums.values():
+                sums.leave()
+            raise
+        self._broken = False
 
     def _feed(self, batch: Batch, first: int, training: bool) -> Callable[[], Tensor]:
         """Give the runner the batch's microbatches, numbered from `first`. Returns the global counts by update, once
@@ -258,7 +276,7 @@ class Parallel:
         if training:
             for number, (_, targets) in enumerate(parts):
                 group = self._group_of[number * self.schedule.slices]
-                counts[group] += torch.as_tensor(self._loss.count(targets)).cpu()
+                counts[group] += batches.as_count(self._loss.count(targets))
         wait = self._sums["data"].start(counts) if training else lambda: counts
 
         def count_of(group: int) -> Tensor:
@@ -398,6 +416,7 @@ class Parallel:
 
     def close(self) -> None:
         """Stop background threads and close connections; the model stays usable, the job does not go on."""
+        self._closed = True
         self._assembly.reducer.close()
         for division in self._assembly.closes:
             division.close()

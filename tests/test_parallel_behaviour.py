@@ -313,3 +313,97 @@ def test_dropout_is_the_same_in_any_order_of_microbatches() -> None:
     )
     masks = [{mask for rank in found for masks in rank for mask in masks} for found in (interleaved, straight)]
     assert masks[0] == masks[1]  # though the stages are on other ranks
+
+
+# What a step is given
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -1.0, "fast", None])
+def test_a_learning_rate_that_would_ruin_every_parameter_is_refused(lr: Any) -> None:
+    parallel = make({})
+    (batch,) = user_models.batches(1, 2)
+    before = state_bits(parallel)
+    if lr is None:
+        parallel._optimizer = SGD(lr=0.1)
+        object.__setattr__(parallel._optimizer, "lr", float("nan"))
+    with pytest.raises(ValueError, match="is no learning rate; give a finite number of 0 or more"):
+        parallel.step(batch, lr=lr)
+    assert state_bits(parallel) == before
+    assert parallel.step(batch, lr=0).loss == parallel.step(batch, lr=torch.tensor(0.1)).loss  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch", "line"),
+    [
+        (None, r"a pair, \(inputs, targets\), and this is a NoneType"),
+        (torch.ones(2, 4), r"a pair, \(inputs, targets\), and this is a Tensor"),
+        ((torch.ones(2, 4),), "this is 1 values"),
+        ((None, torch.ones(2, 4)), "the inputs of a batch hold no tensor; they are a NoneType"),
+        (({}, torch.ones(2, 4)), "hold no tensor; they are a dict"),
+        ((torch.ones(2, 4), None), "targets are a NoneType, of which nobody knows how many count"),
+        ((torch.tensor(1.0), torch.tensor(1.0)), "has no dimension; give every tensor rows"),
+    ],
+)
+def test_what_is_no_batch_is_one_line_and_changes_nothing(batch: Any, line: str) -> None:
+    parallel = make({})
+    for call in (parallel.step, parallel.evaluate):
+        with pytest.raises(ValueError, match=line):
+            call(batch)
+    parallel.step(user_models.batches(1, 2)[0])
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"), [(None, "a NoneType"), (1.0, "a float"), (torch.tensor(1), r"a tensor of torch\.int64")]
+)
+def test_a_loss_that_returns_no_real_tensor_is_named(returned: Any, what: str) -> None:
+    parallel = make({}, loss=lambda output, targets: returned)
+    with pytest.raises(ValueError, match=f"the loss has returned {what}; return the sum over targets"):
+        parallel.step(user_models.batches(1, 2)[0])
+
+
+@pytest.mark.parametrize("count", [None, 2.5, -1, torch.ones(2, dtype=torch.int64)])
+def test_a_count_that_is_none_is_named(count: Any) -> None:
+    parallel = make({}, loss=Loss(user_models.squares.sum, lambda targets: count))
+    with pytest.raises(ValueError, match="count has returned .*; give how many targets count"):
+        parallel.step(user_models.batches(1, 2)[0])
+
+
+@pytest.mark.parametrize("plan", [{}, {"pipeline": 1, "schedule": "pipedream"}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("how", ["thawed", "frozen", "replaced"])
+def test_what_is_trained_is_settled_and_a_change_of_it_is_refused(plan: dict[str, Any], how: str) -> None:
+    model = user_models.make("plain")
+    model[0].requires_grad_(how != "thawed")
+    parallel = make(plan | ({"offload": {"parameters": "cpu"}} if "zero" in plan else {}), model)
+    (batch,) = user_models.batches(1, 2)
+    parallel.step(batch)
+    if how == "replaced":
+        model[0].weight = nn.Parameter(torch.ones(4, 4))
+    else:
+        model[0].requires_grad_(how == "thawed")
+    when = "now" if how == "thawed" else "no longer"
+    with pytest.raises(ValueError, match=f"parameter '0.(weight|bias)' is {when} to be trained, which is settled"):
+        parallel.step(batch)
+
+
+def test_an_evaluation_that_fails_leaves_no_module_in_evaluation_mode() -> None:
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise ArithmeticError("planted")
+        return user_models.squares.sum(output, targets)
+
+    parallel = make({}, loss=loss)
+    (batch,) = user_models.batches(1, 2)
+    parallel.step(batch)
+    with pytest.raises(ArithmeticError, match="planted"):
+        parallel.evaluate(batch)
+    assert all(module.training for module in parallel.model.modules())
+    with pytest.raises(RuntimeError, match="failed midway"):
+        parallel.step(batch)
+
+
+def test_a_closed_model_says_so() -> None:
+    parallel = make({})
+    parallel.close()
+    for call in (parallel.step, parallel.evaluate):
+        with pytest.raises(RuntimeError, match="this model was closed"):
+            call(user_models.batches(1, 2)[0])

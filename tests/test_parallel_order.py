@@ -242,3 +242,51 @@ def test_a_rank_that_goes_takes_the_others_with_it_within_seconds_who_say_where(
             stage = int(rank) // 2
             assert f"on stage {stage} (pipeline rank {stage})" in text, text
             assert "is gone" in text, text
+
+
+def caught(plan: dict[str, Any]) -> list[str]:
+    """What every rank's program catches when the last rank's loss fails, and when it then goes on."""
+    fails = False
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        if fails:
+            raise ArithmeticError("planted")
+        return user_models.squares.sum(output, targets)
+
+    parallel = make(plan, user_models.make("linears"), loss=loss)
+    (batch,) = user_models.batches(1, 8)
+    parallel.step(parallel.share(batch))
+    parallel.drain()
+    fails = parallel.mesh.rank == parallel.mesh.num_ranks - 1
+    found = []
+    for _ in range(2):
+        try:
+            for _ in range(3):
+                parallel.step(parallel.share(batch)).loss  # noqa: B018
+        except (ArithmeticError, RuntimeError) as error:
+            found.append(str(error))
+    parallel.close()
+    time.sleep(1)  # the process lives on, as a program's would
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pipeline": 2, "microbatches": 2},
+        {"pipeline": 2, "microbatches": 2, "schedule": "pipedream"},
+        {"replicate": 2},
+        {"shard": 2, "zero": 2, "microbatches": 2},
+        {"pipeline": 2, "replicate": 2, "microbatches": 2},
+    ],
+    ids=str,
+)
+def test_a_program_that_catches_a_ranks_error_leaves_no_other_rank_waiting(plan: dict[str, Any]) -> None:
+    start = time.perf_counter()
+    *others, last = run_ranks(caught, Plan(**plan).num_ranks, plan)
+    assert time.perf_counter() - start < 30
+    assert last[0] == "planted"
+    for first, _ in others:
+        assert "is gone" in first
+    for _, then in [*others, last]:
+        assert "an earlier step has failed midway" in then

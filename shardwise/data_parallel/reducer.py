@@ -259,6 +259,11 @@ class Reducer:
         pending.settle(work or (lambda: None))
         return pending
 
+    def leave(self) -> None:
+        """Tell the peers that this rank will not come again: an error has ended the work midway."""
+        if self.link is not None:
+            self.link.leave()
+
     def close(self) -> None:
         """Stop the threads and close the sockets."""
         for lane in (self._sums, self._fetches):

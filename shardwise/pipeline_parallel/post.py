@@ -38,6 +38,9 @@ class Post(Protocol):
     def flush(self) -> None:
         """Wait until everything sent may be overwritten."""
 
+    def leave(self) -> None:
+        """No message follows, though some are awaited: an error has ended the work midway."""
+
     def close(self) -> None:
         """No message follows."""
 
@@ -80,6 +83,9 @@ class GroupPost:
             work.wait()
         self._sending.clear()
 
+    def leave(self) -> None:
+        """The peers find out by the group's own patience, or when the process ends."""
+
     def close(self) -> None:
         self.flush()
 
@@ -108,6 +114,9 @@ class HostPost:
 
     def flush(self) -> None:
         """Nothing to wait for: a message has left when `send` returns."""
+
+    def leave(self) -> None:
+        self._link.leave()
 
     def close(self) -> None:
         self._link.close()

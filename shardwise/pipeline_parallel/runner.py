@@ -123,12 +123,12 @@ class Runner:
         for position, step in enumerate(absolute):
             if isinstance(step, Receive):
                 continue
-            if isinstance(step, Send):
-                self._send(step)
-                continue
-            self._post(receives, posted)
-            self._began = time.perf_counter()
             try:
+                if isinstance(step, Send):
+                    self._send(step)
+                    continue
+                self._post(receives, posted)
+                self._began = time.perf_counter()
                 if step.kind is Kind.F:
                     graph = training and not (self.recompute and _returns_later(absolute, position))
                     self._forward(step, receives, posted, training, graph)
@@ -136,15 +136,16 @@ class Runner:
                     self.update(step)
                 else:
                     self._backward(step, halves[position], receives, posted)
+                if self.stamps is not None:
+                    self.stamps.append(Stamp(step, self._began, time.perf_counter()))
+                self.wire.prune()
             except Exception as error:
                 stage = self.schedule.stage(self.rank, step.chunk)
+                doing = f"{'the message behind ' if isinstance(step, Send) else ''}{step.kind.value}"
                 error.add_note(
-                    f"in {step.kind.value} of microbatch {step.microbatch} on stage {stage} (pipeline rank {self.rank})"
+                    f"in {doing} of microbatch {step.microbatch} on stage {stage} (pipeline rank {self.rank})"
                 )
                 raise
-            if self.stamps is not None:
-                self.stamps.append(Stamp(step, self._began, time.perf_counter()))
-            self.wire.prune()
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
@@ -236,6 +237,9 @@ class Runner:
         value = self.chunks[chunk].forward(number, _enter(received, leaves), microbatch.inputs, again)
         if self._stage(chunk) == self.schedule.total_stages - 1:
             loss = self.loss_sum(value, microbatch.targets) if with_loss else None
+            if with_loss and not (isinstance(loss, Tensor) and loss.is_floating_point()):
+                what = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+                raise ValueError(f"the loss has returned {what}; return the sum over targets, a tensor of real numbers")
             if loss is not None:
                 self.losses.append(loss.detach())
             return _Held(leaves, [], loss=loss), None

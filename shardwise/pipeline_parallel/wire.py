@@ -213,6 +213,10 @@ class Wire:
         """Wait until everything has been sent."""
         self._post.flush()
 
+    def leave(self) -> None:
+        """No message follows, though some are awaited: an error has ended the work midway."""
+        self._post.leave()
+
     def close(self) -> None:
         """No message follows."""
         self._post.close()

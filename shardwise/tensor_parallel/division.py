@@ -89,6 +89,10 @@ class Division:
         module.forward = forward
         self._landings[id(module)] = landing
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one will not come again."""
+        self.region.exchange.leave()
+
     def close(self) -> None:
         """Close what connects the ranks."""
         self.region.exchange.close()
