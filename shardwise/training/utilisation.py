@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from shardwise import kernels
 from shardwise.training.ranks import Ranks
 
 SECONDS = 0.15
@@ -18,9 +19,10 @@ def measured_peak(device: torch.device, dtype: torch.dtype, ranks: Ranks) -> flo
 
     Args:
         device: of this rank.
-        dtype: the number format of the model's products.
+        dtype: the number format of the model's products; where it is slow, they are multiplied in float32.
         ranks: those of the job.
     """
+    dtype = dtype if kernels.native(dtype, device.type) else torch.float32
     size = 8192 if device.type != "cpu" else 768
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty(size, size, device=device, dtype=dtype)
