@@ -111,8 +111,25 @@ def _options(
     pass
 
 
+def _keys(wanted: bool) -> None:
+    if wanted:
+        from shardwise import keys
+
+        keys.show(_console())
+        raise typer.Exit
+
+
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    keys: Annotated[
+        bool,
+        typer.Option(
+            "--keys", callback=_keys, is_eager=True, help="Show every key of a CONFIG with its default, and exit."
+        ),
+    ] = False,
+) -> None:
     """Train a model. Starts the plan's ranks on this machine, or joins those of torchrun or Slurm.
 
     A run folder that holds a checkpoint is continued. Ctrl-C saves and stops.

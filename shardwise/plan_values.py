@@ -98,10 +98,15 @@ Place = Annotated[str, AfterValidator(_place)]
 class Offload(BaseModel):
     """Where each kind of state lives when it is not on the device: `cpu` or `disk:FOLDER`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     optimizer: Place | None = None
+    """Where the optimizer's moments live: cpu or disk:FOLDER; left out, on the device."""
     master: Place | None = None
+    """The float32 masters of bf16 and fp16."""
     parameters: Place | None = None
+    """A rank's part of the parameters between their uses; needs zero 3."""
     gradients: Place | None = None
+    """A rank's part of the summed gradients; needs zero 2 or 3."""
     activations: Place | None = None
+    """What forward saves for backward."""

@@ -26,15 +26,15 @@ class DataConfig(BaseModel):
         "(also .gz, .xz, .bz2), or 'huggingface:NAME'; a list joins several",
     )
     format: Literal["auto", "text", "jsonl"] = Field(
-        default="auto", description="how files are read; 'auto' takes .jsonl and .ndjson as JSONL, the rest as text"
+        default="auto", description="How files are read; 'auto' takes .jsonl and .ndjson as JSONL, the rest as text"
     )
-    field: str = Field(default="text", min_length=1, description="the field of a JSONL or Hugging Face row")
+    field: str = Field(default="text", min_length=1, description="The field of a JSONL or Hugging Face row")
     separator: str = Field(
-        default="", description="what parts documents inside a text file; '' = one file, one document"
+        default="", description="What parts documents inside a text file; '' = one file, one document"
     )
     undecodable: Literal["error", "replace", "skip"] = Field(
         default="error",
-        description="text that is not UTF-8: stop, decode with U+FFFD, or leave the file (JSONL: the row) out",
+        description="Text that is not UTF-8: stop, decode with U+FFFD, or leave the file (JSONL: the row) out",
     )
     subset: str = Field(default="", description="Hugging Face: the configuration's name")
     split: str = Field(default="train", description="Hugging Face: the split to read")
@@ -43,38 +43,38 @@ class DataConfig(BaseModel):
         default=(), description="Hugging Face: data files for a builder such as 'huggingface:parquet'"
     )
     streaming: bool = Field(default=True, description="Hugging Face: read as a stream instead of downloading first")
-    limit_bytes: int = Field(default=0, ge=0, description="read this much text only; 0 = all")
+    limit_bytes: int = Field(default=0, ge=0, description="Read this much text only; 0 = all")
 
     tokenizer: str = Field(
         default="bpe", min_length=1, description="'bytes', 'bpe' (trained on the train split), or a tokenizer.json"
     )
-    vocabulary: int = Field(default=4096, ge=SMALLEST_BPE, description="size of the trained BPE vocabulary")
+    vocabulary: int = Field(default=4096, ge=SMALLEST_BPE, description="Size of the trained BPE vocabulary")
     tokenizer_bytes: int = Field(
-        default=64 << 20, ge=1, description="the BPE is trained on about this much text, drawn from every file"
+        default=64 << 20, ge=1, description="The BPE is trained on about this much text, drawn from every file"
     )
     end_token: str = Field(
-        default="", description="the token of a tokenizer.json that ends a document; '' = found by its usual names"
+        default="", description="The token of a tokenizer.json that ends a document; '' = found by its usual names"
     )
 
-    held_out: float = Field(default=0.02, ge=0.0, le=0.5, description="share of the documents kept for evaluation")
+    held_out: float = Field(default=0.02, ge=0.0, le=0.5, description="Share of the documents kept for evaluation")
     section: int = Field(
         default=64 << 10,
         ge=0,
-        description="longer documents are held out by sections of this many bytes; 0 = always whole",
+        description="Longer documents are held out by sections of this many bytes; 0 = always whole",
     )
 
-    sequence: int = Field(default=128, ge=1, description="tokens of one sample")
-    batch: int = Field(default=8, ge=1, description="samples of one step over all ranks")
-    seed: int = Field(default=0, ge=0, description="order of the samples")
+    sequence: int = Field(default=128, ge=1, description="Tokens of one sample")
+    batch: int = Field(default=8, ge=1, description="Samples of one step over all ranks")
+    seed: int = Field(default=0, ge=0, description="Order of the samples")
     document_mask: bool = Field(
-        default=False, description="give document numbers and positions, so attention stays inside a document"
+        default=False, description="Give document numbers and positions, so attention stays inside a document"
     )
 
-    cache: str = Field(default_factory=_default_cache, description="where prepared corpora are kept")
-    processes: int = Field(default=0, ge=0, description="processes that tokenize; 0 = one per core")
-    prefetch: int = Field(default=2, ge=0, description="batches read ahead in a thread; 0 = none")
+    cache: str = Field(default_factory=_default_cache, description="Where prepared corpora are kept")
+    processes: int = Field(default=0, ge=0, description="Processes that tokenize; 0 = one per core")
+    prefetch: int = Field(default=2, ge=0, description="Batches read ahead in a thread; 0 = none")
     checksums: bool = Field(
-        default=True, description="check every shard's checksum when a corpus is opened (about 1 s per GB)"
+        default=True, description="Check every shard's checksum when a corpus is opened (about 1 s per GB)"
     )
 
     @property

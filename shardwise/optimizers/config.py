@@ -30,9 +30,9 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Literal["adamw", "adafactor", "adamw-8bit", "muon", "lion", "sgd"] = "adamw"
-    lr: float = Field(AdamW.lr, gt=0, description="peak learning rate; adafactor: the largest relative step")
-    weight_decay: float = Field(AdamW.weight_decay, ge=0, description="on matrices only")
+    name: Literal["adamw", "adafactor", "adamw-8bit", "muon", "lion", "sgd"] = Field("adamw", description="Which rule")
+    lr: float = Field(AdamW.lr, gt=0, description="Peak learning rate; adafactor: the largest relative step")
+    weight_decay: float = Field(AdamW.weight_decay, ge=0, description="On matrices only")
     betas: tuple[float, float] | None = Field(
         None, description="adamw, adamw-8bit, muon's AdamW: decay rates of the moments; lion"
     )
@@ -52,9 +52,9 @@ class OptimizerConfig(BaseModel):
     iterations: int | None = Field(None, description="muon: of Newton and Schulz")
     adjustment: Literal["match-rms", "original"] | None = Field(None, description="muon: of lr to a matrix's shape")
     exclude: tuple[str, ...] | None = Field(
-        None, description="names not quantized (adamw-8bit), AdamW's (muon), as patterns"
+        None, description="Names not quantized (adamw-8bit), AdamW's (muon), as patterns"
     )
-    overrides: dict[str, Override] = Field({}, description="by pattern of names: lr_scale and weight_decay")
+    overrides: dict[str, Override] = Field({}, description="By pattern of names: lr_scale and weight_decay")
 
     @model_validator(mode="before")
     @classmethod
