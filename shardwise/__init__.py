@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.parallelize import parallelize
     from shardwise.plan import Plan, PlanError
     from shardwise.step_metrics import StepMetrics
+    from shardwise.training.checkpoint_folder import CheckpointFolder
     from shardwise.training.trainer import Trainer
     from shardwise.verify import verify
 
@@ -27,6 +28,7 @@ __all__ = [
     "Adafactor",
     "AdamW",
     "AdamW8bit",
+    "CheckpointFolder",
     "Initial",
     "Lion",
     "Loss",
@@ -50,6 +52,7 @@ _HOMES = {
     "Adafactor": "optimizers",
     "AdamW": "optimizers",
     "AdamW8bit": "optimizers",
+    "CheckpointFolder": "training.checkpoint_folder",
     "Initial": "initial",
     "Lion": "optimizers",
     "Loss": "loss",

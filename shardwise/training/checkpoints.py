@@ -25,6 +25,7 @@ from shardwise.training.storage import CheckpointError, Staged, Stager, State, W
 
 FACTS = "state.json"
 FORMAT = 1
+LOSS_SCALE = "loss_scale"  # its key in a state
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -44,6 +45,14 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
     if facts.get("format") != FORMAT:
         raise CheckpointError(f"{checkpoint} has format {facts.get('format')}, this version reads {FORMAT}")
     return cast(dict[str, Any], facts)
+
+
+def without_other_scale(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """What of a state to load: its loss scale only where the checkpoint has one of its kind; else it starts anew."""
+    found = storage.metadata_of(checkpoint).state_dict_metadata.get(LOSS_SCALE)
+    if LOSS_SCALE not in state or tuple(getattr(found, "size", ())) == tuple(state[LOSS_SCALE].shape):
+        return state
+    return {key: value for key, value in state.items() if key != LOSS_SCALE}
 
 
 def find(place: Path, warn: Callable[[str], None], ranks: Ranks | None = None, step: int | None = None) -> Path:

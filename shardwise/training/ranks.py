@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+# Seconds that ranks wait for the slowest to write its part of a checkpoint; one that has died is noticed at once.
+DAY = 86400.0
 
 
 class RanksFailed(ValueError):

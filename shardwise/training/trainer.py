@@ -15,7 +15,7 @@ import torch
 
 from shardwise.memory.precision import SMALLEST
 from shardwise.training import evaluation, random_state, storage
-from shardwise.training.checkpoints import Checkpoints, facts_of, find
+from shardwise.training.checkpoints import LOSS_SCALE, Checkpoints, facts_of, find, without_other_scale
 from shardwise.training.config import CheckpointConfig, LogConfig, TrainConfig
 from shardwise.training.display import Display, Row, start_line
 from shardwise.training.evaluation import Evaluation, HeldOut
@@ -24,15 +24,12 @@ from shardwise.training.metrics import Metrics
 from shardwise.training.profiling import Profiler
 from shardwise.training.progress import Outcome, Progress, Timing
 from shardwise.training.protocols import Samples, StepMetrics, Trainable
-from shardwise.training.ranks import Flag, Ranks
+from shardwise.training.ranks import DAY, Flag, Ranks
 from shardwise.training.run_folder import RunFolder, flattened
 from shardwise.training.schedules import learning_rate
 from shardwise.training.signals import STOP, StopSignals
 from shardwise.training.utilisation import measured_peak
 
-# Seconds that ranks wait for the slowest to write its part of a checkpoint; one that has died is noticed at once.
-DAY = 86400.0
-LOSS_SCALE = "loss_scale"  # its key in a checkpoint
 # Of `log.timeline`: steps before it begins, and how many it covers.
 WARM_UP_STEPS, RECORDED_STEPS = 3, 20
 
@@ -186,8 +183,11 @@ class Trainer:
         if facts["ranks"] == self.ranks.size:
             there = storage.metadata_of(path).state_dict_metadata
             rng = random_state.empty(there, self.ranks.rank)
-        state = self._without_other_scale(dict(self.parallel.state_dict()), path)
-        storage.load({**state, **rng}, path, self.ranks, spare=(random_state.PREFIX, LOSS_SCALE))
+        state = dict(self.parallel.state_dict())
+        kept = without_other_scale(state, path)
+        if len(kept) < len(state):
+            self.display.line(f"{path} has no loss scale of this kind: it starts anew")
+        storage.load({**kept, **rng}, path, self.ranks, spare=(random_state.PREFIX, LOSS_SCALE))
         self.parallel.loaded()
         self.progress = Progress(**facts["progress"])
         if rng:
@@ -196,14 +196,6 @@ class Trainer:
             # The generators of another number of ranks mean nothing here: each rank draws anew.
             random_state.seed(self.train.seed, self.progress.step, self.parallel.data_rank)
         self.display.line(f"continuing {self.folder.path} from step {self.progress.step}")
-
-    def _without_other_scale(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
-        """The state to load: a loss scale only where the checkpoint has one of its kind; else it starts anew."""
-        found = storage.metadata_of(path).state_dict_metadata.get(LOSS_SCALE)
-        if LOSS_SCALE not in state or tuple(getattr(found, "size", ())) == tuple(state[LOSS_SCALE].shape):
-            return state
-        self.display.line(f"{path} has no loss scale of this kind: it starts anew")
-        return {key: value for key, value in state.items() if key != LOSS_SCALE}
 
     def _take_parameters(self, place: Path) -> None:
         path = find(place, self.display.warn, self.ranks)
