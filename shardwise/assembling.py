@@ -24,10 +24,12 @@ from shardwise.memory.offload_activations import Activations
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Mesh
 from shardwise.optimizers.optimizer import Optimizer
+from shardwise.pipeline_parallel.chain import Chain
 from shardwise.pipeline_parallel.holders import Holders
 from shardwise.pipeline_parallel.planned import build_schedule, build_stages, takes_losses_back
 from shardwise.pipeline_parallel.runner import Runner
 from shardwise.pipeline_parallel.schedule import Kind
+from shardwise.pipeline_parallel.stages import Whole, parts_of
 from shardwise.pipeline_parallel.versions import version_table
 from shardwise.pipeline_parallel.wire import Wire
 from shardwise.plan import Plan
@@ -83,6 +85,8 @@ class Assembling:
 
         self.schedule = build_schedule(plan)
         self.stages = build_stages(model, plan, self.schedule, example, loss, mesh)
+        # Before anything is changed inside.
+        self.chain = None if isinstance(self.stages[0], Whole) else Chain.of(model, parts_of(model))
         self.holders = Holders(model, self.stages, self.schedule)
         if self.schedule.asynchronous:
             self.holders.refuse_shared(plan.schedule)
@@ -300,6 +304,7 @@ class Assembling:
             local,
             self.traffic if self.tiers else None,
             self.recomputation,
+            self.chain,
         )
 
     def count_steps(self, steps_done: Callable[[], int]) -> None:

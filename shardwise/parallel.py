@@ -74,6 +74,7 @@ class Parallel:
         self._steps_taken = 0
         self._rounds_run = 0  # steps since the pipeline was last empty
         self._broken = self._closed = False  # whether an error has left a step half done; whether the job is over
+        self._chain = assembly.chain  # until the first batch has been seen
         self._compared = False  # whether ranks that read the same rows have been found to do so
         self._group_of = update_groups(schedule)
         self._rows: dict[str, tuple[Step, ...]] = {}
@@ -118,7 +119,8 @@ class Parallel:
 
         Raises:
             ValueError: the model was built without an optimizer, the batch has fewer rows than there are microbatches,
-                or, in the first step, ranks of a data rank were given different batches.
+                or, in the first step, ranks of a data rank were given different batches, or a model that is cut is not
+                the chain of the parts that it lists.
             RuntimeError: a peer is gone, or an earlier step has failed.
         """
         if self._optimizer is None:
@@ -270,6 +272,9 @@ class Parallel:
                 f"a batch of {batches.num_rows(batch)} rows cannot make plan.microbatches = {num}; use fewer "
                 "microbatches or more rows a data rank"
             )
+        if self._chain is not None:
+            self._chain.require(batch[0])
+            self._chain = None
         batch = batches.in_precision(batches.to_device(batch, self._device), self._dtype)
         parts = [batches.microbatch(batch, number, num) for number in range(num)]
         counts = torch.zeros(max(self._group_of) + 1, dtype=torch.int64)

@@ -22,6 +22,7 @@ from shardwise.memory.recompute import Recomputation
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.pieces import Pieces, pieces_of
+from shardwise.pipeline_parallel.chain import Chain
 from shardwise.pipeline_parallel.runner import Runner
 from shardwise.tensor_parallel.division import Division
 
@@ -46,6 +47,7 @@ class Assembly:
     local: Callable[[Batch, int], list[Batch]]  # (microbatch, its number) -> what this rank computes of it, in order
     traffic: Traffic | None  # what offloading has moved; None if nothing is offloaded
     recomputation: Recomputation | None  # None if nothing is computed again
+    chain: Chain | None  # of a model that is cut, to be compared with the first batch; None if there is nothing to see
 
 
 class State:

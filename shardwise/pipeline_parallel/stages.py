@@ -52,9 +52,9 @@ def parts_of(model: nn.Module) -> list[Part]:
     listed = getattr(model, "stages", None)
     if listed is None:
         raise ValueError(
-            f"plan.pipeline: {type(model).__name__} does not say where it may be cut into stages; give it an attribute "
-            "`stages` with its "
-            'submodules in call order, such as ["embedding", "blocks.*", "head"], or make it an nn.Sequential'
+            f"plan.pipeline: {type(model).__name__} does not say where it may be cut into stages; if its forward is a "
+            'chain of submodules and nothing else, list them in an attribute `stages`, such as ["embedding", '
+            '"blocks.*", "head"], or make it an nn.Sequential; else set plan.pipeline to 1'
         )
     found: list[Part] = []
     for path in listed:
@@ -111,11 +111,11 @@ class Stage(nn.Module):
         """What the stage returns for `received` (from the stage before; empty for the first) and the microbatch's own
         `inputs`."""
         named = inputs if isinstance(inputs, dict) else {}
-        given = self._first_arguments(inputs) if self.first else received
+        given = self.first_arguments(inputs) if self.first else received
         value: Any = None
         for segment in self.segments:
             value = segment(given, named)
-            given = self._passed(value)
+            given = self.passed(value)
         return value if self.last else given
 
     def segment(self, start: int, stop: int) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -124,17 +124,21 @@ class Stage(nn.Module):
         def compute(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
             value: Any = None
             for number in range(start, stop):
-                value = self.parts[number](*given, **self._accepted[number].of(named, len(given)))
-                given = self._passed(value)
+                value = self.parts[number](*given, **self.accepted(number, named, len(given)))
+                given = self.passed(value)
             return value
 
         return compute
 
-    def _passed(self, value: Any) -> tuple[Any, ...]:
+    def accepted(self, number: int, named: dict[str, Any], num_given: int) -> dict[str, Any]:
+        """Those of the batch's named inputs that part `number` takes beside so many arguments by position."""
+        return self._accepted[number].of(named, num_given)
+
+    def passed(self, value: Any) -> tuple[Any, ...]:
         """The next part's arguments."""
         return value if self._spread and isinstance(value, tuple) else (value,)
 
-    def _first_arguments(self, inputs: Any) -> tuple[Any, ...]:
+    def first_arguments(self, inputs: Any) -> tuple[Any, ...]:
         """The positional arguments of the model's first part: all inputs without names, or the only named one if it
         goes by another name there."""
         if not isinstance(inputs, dict):

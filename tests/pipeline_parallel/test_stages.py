@@ -67,7 +67,7 @@ def listing(*names: str) -> Without:
     [
         (
             Without(),
-            "plan.pipeline: Without does not say where it may be cut into stages; give it an attribute `stages`",
+            "plan.pipeline: Without does not say where it may be cut into stages; if its forward is a chain",
         ),
         (Scaled(nn.Linear(2, 2)), "Scaled does not say where it may be cut"),  # its own forward would be forgotten
         (listing("a", "c"), "Without.stages lists 'c', which is not a submodule; correct the list"),
