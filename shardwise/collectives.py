@@ -15,7 +15,8 @@ import socket
 import struct
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -391,8 +392,13 @@ def sum_of_squares(tensor: Tensor) -> float:
     return math.fsum(float(torch.dot(part, part)) for part in torch.split(tensor, CACHE_ELEMENTS))
 
 
-def agree(axis: Axis, facts: dict[str, str]) -> None:
+def agree(axis: Axis, facts: dict[str, str], mends: Mapping[str, str] = MappingProxyType({})) -> None:
     """Check that all ranks of `axis` hold the same `facts` (name -> fingerprint).
+
+    Args:
+        axis: the ranks.
+        facts: those of this rank.
+        mends: by the beginning of a name, what to do; else "give all ranks the same".
 
     Raises:
         ValueError: on every rank, naming the first fact that differs and the ranks that differ from the first one.
@@ -403,7 +409,8 @@ def agree(axis: Axis, facts: dict[str, str]) -> None:
         odd = [axis.ranks[position] for position, value in enumerate(values) if value != values[0]]
         if odd:
             others = f" (and ranks {', '.join(map(str, odd[1:]))} differ as well)" if odd[1:] else ""
+            mend = next((text for start, text in mends.items() if name.startswith(start)), "give all ranks the same")
             raise ValueError(
                 f"the ranks do not hold the same {name}: rank {axis.ranks[0]} has {values[0]}, rank {odd[0]} has "
-                f"{values[axis.ranks.index(odd[0])]}{others}; give all ranks the same"
+                f"{values[axis.ranks.index(odd[0])]}{others}; {mend}"
             )

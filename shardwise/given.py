@@ -4,6 +4,7 @@ given alike."""
 import math
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 
 from shardwise import batch as batches
@@ -12,9 +13,39 @@ from shardwise.batch import Batch
 from shardwise.chunk import ModelChunk
 from shardwise.initial import seed_of
 from shardwise.mesh import Mesh
+from shardwise.optimizers.optimizer import Optimizer
 from shardwise.plan import Plan
 from shardwise.plan_values import ASYNCHRONOUS
 from shardwise.state import fingerprint
+
+VALUE = "value of"  # how the facts begin that are fingerprints of values
+# How to hold the same, where one does not see it at once.
+MENDS = {
+    VALUE: "build the model after torch.manual_seed on every rank, or under torch.device('meta'), where parallelize "
+    "draws the same values for every layout from its seed"
+}
+
+
+def refuse_kinds(model: object, plan: object, optimizer: object, mesh: object) -> None:
+    """Raises ValueError for what is of another kind than `parallelize` takes."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {_kind(model)}; give an nn.Module")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"the plan is a {_kind(plan)}; give shardwise.Plan(replicate=2), for instance")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"the optimizer is torch's {_kind(optimizer)}, which updates whole parameters; give settings, as "
+            "shardwise.AdamW(lr=1e-3): each rank updates its part of them"
+        )
+    if optimizer is not None and (isinstance(optimizer, type) or not isinstance(optimizer, Optimizer)):
+        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {_kind(optimizer)}"
+        raise ValueError(f"the optimizer is {what}; give settings, as shardwise.AdamW(lr=1e-3)")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"the mesh is a {_kind(mesh)}; give shardwise.Mesh(plan), or leave it out")
+
+
+def _kind(thing: object) -> str:
+    return type(thing).__name__
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -122,5 +153,5 @@ def facts_of(
         facts[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)} {kind}{decay}"
     facts["order of parameters"] = str(seed_of(*(name for name, _ in model.named_parameters())))
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        facts |= {f"value of {kind} {name!r}": fingerprint(tensor) for name, tensor in named if not tensor.is_meta}
+        facts |= {f"{VALUE} {kind} {name!r}": fingerprint(tensor) for name, tensor in named if not tensor.is_meta}
     return facts

@@ -9,7 +9,7 @@ from shardwise import collectives
 from shardwise.assembling import Assembling
 from shardwise.batch import Batch
 from shardwise.data_parallel.buckets import BUCKET_BYTES
-from shardwise.given import facts_of, refuse, refuse_lazy
+from shardwise.given import MENDS, facts_of, refuse, refuse_kinds, refuse_lazy
 from shardwise.loss import Loss, as_loss, cross_entropy
 from shardwise.memory import fp8
 from shardwise.memory.precision import PRECISIONS
@@ -67,6 +67,7 @@ def parallelize(
         ValueError: the plan does not fit the model or the job (`PlanError` lists everything), the model cannot be cut
             or has a module whose result depends on the layout, or the ranks were given different models.
     """
+    refuse_kinds(model, plan, optimizer, mesh)
     refuse_lazy(model)
     plan.require(model=model)
     mesh = mesh or Mesh(plan)
@@ -92,7 +93,7 @@ def parallelize(
         "negotiate": negotiate,
         "bucket_bytes": bucket_bytes,
     }
-    collectives.agree(mesh.axis("world"), facts_of(model, plan, decays, given))
+    collectives.agree(mesh.axis("world"), facts_of(model, plan, decays, given), MENDS)
     refuse(model, plan, clip)
     parts = Assembling(model, plan, mesh, as_loss(loss), optimizer, seed, rules, example)
     parts.make_buckets(decays, bucket_bytes)

@@ -257,6 +257,10 @@ def mistaken(odd: dict[str, Any]) -> str:
         ),
         ({"model": "partly_frozen"}, "same parameter '0.weight'"),
         ({"other_values": ["2.bias"]}, "same value of parameter '2.bias'"),
+        (
+            {"other_values": ["2.bias"]},
+            "; build the model after torch.manual_seed on every rank",
+        ),
         ({"bucket_bytes": 5}, "same bucket_bytes"),
     ],
 )
@@ -264,6 +268,24 @@ def test_ranks_given_different_things_each_say_which_differs(odd: dict[str, Any]
     for text in run_ranks(mistaken, 2, odd):
         assert line in text
         assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"model": 3}, "the model is a int; give an nn.Module"),
+        ({"plan": {"replicate": 2}}, "the plan is a dict; give shardwise.Plan"),
+        ({"optimizer": torch.optim.AdamW([torch.ones(1)])}, "the optimizer is torch's AdamW, .* give settings"),
+        ({"optimizer": "adamw"}, "the optimizer is a str; give settings, as shardwise.AdamW"),
+        ({"optimizer": AdamW}, "the optimizer is the class AdamW; give settings, as shardwise.AdamW"),
+        ({"mesh": "cpu"}, "the mesh is a str; give shardwise.Mesh"),
+    ],
+    ids=str,
+)
+def test_what_is_of_another_kind_is_one_line(given: dict[str, Any], line: str) -> None:
+    everything = {"model": user_models.make("plain"), "plan": Plan(), "optimizer": AdamW()} | given
+    with pytest.raises(ValueError, match=line):
+        parallelize(everything.pop("model"), everything.pop("plan"), **everything)
 
 
 def mismatched_meshes() -> str:

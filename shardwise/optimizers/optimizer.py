@@ -99,6 +99,7 @@ class Sum(NamedTuple):
     split: bool
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """An optimizer as settings and functions: its state belongs to the engine, which places, divides and saves it."""
 
