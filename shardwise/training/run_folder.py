@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -170,7 +171,6 @@ def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """What this process runs on: versions of every installed package, host, command."""
-    packages = {found.name: found.version for found in _distributions()}
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -181,12 +181,15 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
-        "packages": dict(sorted(packages.items())),
+        "packages": _packages(),
     }
 
 
-def _distributions() -> Iterable[metadata.Distribution]:
-    return (found for found in metadata.distributions() if found.metadata["Name"])
+@functools.cache
+def _packages() -> dict[str, str]:
+    """Name -> version. Read once: every look at a distribution's `metadata` parses its file anew."""
+    found = (distribution.metadata for distribution in metadata.distributions())
+    return dict(sorted((facts["Name"], facts["Version"]) for facts in found if facts["Name"]))
 
 
 def git_state(folder: Path | None = None) -> tuple[dict[str, Any] | None, str]:

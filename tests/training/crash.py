@@ -51,7 +51,7 @@ def small_job(
             steps=steps, schedule=schedule, warmup=5, eval_every=0, eval_batches=2, restarts=restarts, device="cpu"
         ),
         checkpoint=CheckpointConfig(every=3, keep=2),
-        log=LogConfig(every=1, tensorboard=False),
+        log=LogConfig(every=1, tensorboard=False, peak_tflops=1.0),
     )
 
 
