@@ -196,7 +196,10 @@ def _recorded(death: Death) -> Fault | None:
 def _ended(number: int, folders: Mapping[str, Path]) -> str:
     name = signal.Signals(number).name
     if name == "SIGBUS" and folders:  # the kernel does not say which of the mapped files it was
-        where = ", ".join(f"plan.offload.{key}: {folder}" for key, folder in folders.items())
+        keys: dict[Path, list[str]] = {}
+        for key, folder in folders.items():
+            keys.setdefault(folder, []).append(f"plan.offload.{key}")
+        where = "; ".join(f"{' and '.join(several)}: {folder}" for folder, several in keys.items())
         return (
             f": {where}: a file was cut or cannot be read while it is mapped ({name}; else /dev/shm is full); keep "
             "other programs off it, check the disk, continue from the last checkpoint, or leave the key out"

@@ -219,8 +219,9 @@ def test_the_cause_is_the_first_error_of_a_rank_s_own() -> None:
 def test_a_file_that_is_cut_under_a_rank_that_reads_it_is_one_line_with_the_key_and_the_folder() -> None:
     deaths = {0: left("peer", 5, 0), 1: Death(-signal.SIGBUS)}
     assert faults.cause(deaths).line == "rank 1 was ended by SIGBUS (often: /dev/shm is full)"
-    line = faults.cause(deaths, {"optimizer": Path("/scratch/state")}).line
-    assert line.startswith("rank 1: plan.offload.optimizer: /scratch/state: a file was cut or cannot be read while it ")
+    line = faults.cause(deaths, dict.fromkeys(("optimizer", "master"), Path("/scratch/state"))).line
+    where = "plan.offload.optimizer and plan.offload.master: /scratch/state"
+    assert line.startswith(f"rank 1: {where}: a file was cut or cannot be read while it is mapped (SIGBUS; ")
     assert "continue from the last checkpoint" in line
 
 
