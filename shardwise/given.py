@@ -60,10 +60,30 @@ def refuse(model: nn.Module, plan: Plan, clip: float | None) -> None:
     if clip is not None and not clip > 0:
         raise ValueError(f"clip = {clip} would stop every update; choose more than 0, or None to clip nothing")
     _refuse_batch_statistics(model, plan)
+    _refuse_tables(model, plan)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex; keep its real and imaginary parts as two parameters")
         _refuse_hooks(name, parameter, plan)
+
+
+def _refuse_tables(model: nn.Module, plan: Plan) -> None:
+    """Embeddings that look at how often a batch asks for a row, or write their rows in forward."""
+    divided = plan.data_parallel * plan.context * plan.microbatches * plan.slices > 1
+    kept_elsewhere = plan.zero == 3 or plan.schedule in ASYNCHRONOUS or plan.precision not in ("fp32", "fp64")
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.scale_grad_by_freq and divided:
+            raise ValueError(
+                f"module {name!r} scales gradients by frequency, which would be that in a rank's or a microbatch's "
+                "part of the batch; set scale_grad_by_freq to False, or use one data-parallel rank and one microbatch"
+            )
+        if module.max_norm is not None and (plan.data_parallel * plan.context > 1 or kept_elsewhere):
+            raise ValueError(
+                f"module {name!r} renormalises its rows in forward, which other copies of them would not see; set "
+                "max_norm to None, or use one data-parallel rank, fp32 or fp64, zero below 3 and a synchronous schedule"
+            )
 
 
 def _refuse_hooks(name: str, parameter: nn.Parameter, plan: Plan) -> None:

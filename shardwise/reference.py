@@ -14,6 +14,7 @@ from shardwise.loss import Loss
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Parallel
 from shardwise.pipeline_parallel.versions import update_groups, version_table
+from shardwise.values import as_exact
 
 
 class Reference:
@@ -171,4 +172,6 @@ def _materialize(model: nn.Module, seed: int) -> nn.Module:
                 key = id(own)
                 fresh.setdefault(key, nn.Parameter(values[key], requires_grad=own.requires_grad))
                 module._parameters[attribute] = fresh[key]
-    return model.to("cpu", torch.float64)
+    # Not `model.to`, which would drop what is imaginary.
+    exact: nn.Module = model._apply(lambda tensor: as_exact(tensor.to("cpu"), torch.float64))
+    return exact

@@ -64,6 +64,14 @@ def settle_frozen(
     return _replace(parameter, value, owners[id(parameter)])
 
 
+def as_exact(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating-point numbers in a format, complex ones in two of it, or of float32, which 16 bits have no pair of;
+    other values as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def move_buffers(
     model: nn.Module, mine: list[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
@@ -81,7 +89,7 @@ def move_buffers(
                     f"buffer {f'{path}.{attribute}'.lstrip('.')!r} is on the meta device and only its module knows its "
                     "values: build the model on a real device, or compute the buffer when it is first used"
                 )
-            module._buffers[attribute] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+            module._buffers[attribute] = as_exact(buffer.to(device), dtype)
             if attribute not in module._non_persistent_buffers_set:
                 found[f"{path}.{attribute}".lstrip(".")] = module._buffers[attribute]
     return found

@@ -56,6 +56,7 @@ def check(name: str, plan: dict[str, Any]) -> Report:
         ("twice", {"replicate": 2, "microbatches": 2}),
         ("parametrized", ZB),
         *(("functional", plan) for plan in (ZB, F1B | {"schedule": "pipedream"}, {"shard": 2, "zero": 3})),
+        *(("rotated", plan) for plan in ({}, F1B, {**ZB, "recompute": "full"}, {"shard": 2, "zero": 3})),
         ("partly_frozen", ZB),
         ("partly_frozen", {"replicate": 2}),
         ("frozen", F1B),
@@ -167,6 +168,31 @@ def test_gradient_hooks_that_would_not_be_called_are_refused(plan: dict[str, Any
     model[0].bias.register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match="'0.bias' has a gradient hook and is on the meta device"):
         refuse(model, Plan(), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "plan", "line"),
+    [
+        ({"scale_grad_by_freq": True}, {"microbatches": 2}, "scales gradients by frequency"),
+        ({"scale_grad_by_freq": True}, {"replicate": 2}, "scales gradients by frequency"),
+        ({"max_norm": 1.0}, {"shard": 2}, "renormalises its rows"),
+        ({"max_norm": 1.0}, {"precision": "bf16"}, "renormalises its rows"),
+        ({"max_norm": 1.0}, {"zero": 3, "offload": {"parameters": "cpu"}}, "renormalises its rows"),
+        ({"max_norm": 1.0}, {"pipeline": 2, "schedule": "pipedream"}, "renormalises its rows"),
+        ({"max_norm": 1.0}, {"pipeline": 2, "microbatches": 2}, None),
+        ({"scale_grad_by_freq": True}, {"zero": 3, "offload": {"parameters": "cpu"}}, None),
+    ],
+    ids=str,
+)
+def test_tables_whose_rows_depend_on_the_batch_are_refused_where_it_is_divided(
+    settings: dict[str, Any], plan: dict[str, Any], line: str | None
+) -> None:
+    for table in (nn.Embedding(3, 2, **settings), nn.EmbeddingBag(3, 2, **settings)):
+        if line is None:
+            refuse(nn.Sequential(table), Plan(**plan), None)
+            continue
+        with pytest.raises(ValueError, match=f"module '0' {line}"):
+            refuse(nn.Sequential(table), Plan(**plan), None)
 
 
 def test_a_copy_of_a_parallel_model_computes_with_its_own_weights() -> None:

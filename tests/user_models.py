@@ -87,6 +87,20 @@ class Functional(nn.Module):
         return y
 
 
+class Rotated(nn.Module):
+    """Turns pairs of numbers by a complex buffer, as Llama's first code did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("turns", torch.polar(torch.ones(WIDTH // 2), torch.arange(1.0, 1 + WIDTH // 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.linear(x).unflatten(-1, (-1, 2)))
+        assert pairs.dtype == self.turns.dtype
+        return torch.view_as_real(pairs * self.turns).flatten(-2)
+
+
 class Named(nn.Module):
     """Every part's argument has the name of the model's own input."""
 
@@ -167,6 +181,10 @@ def parametrized() -> nn.Module:
 
 def functional() -> nn.Module:
     return nn.Sequential(linear(), Functional(), linear(), Functional())
+
+
+def rotated() -> nn.Module:
+    return nn.Sequential(linear(), Rotated(), linear(), Rotated())
 
 
 def partly_frozen() -> nn.Module:

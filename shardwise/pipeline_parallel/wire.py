@@ -262,8 +262,9 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _describe(spec: Spec) -> str:
-    parts = [
-        f"{str(item.dtype).removeprefix('torch.')} {list(item.shape)}" if isinstance(item, TensorSpec) else repr(item)
-        for item in tree_leaves(spec.items)
-    ]
+    def one(item: TensorSpec) -> str:
+        gradient = "" if item.requires_grad else " without a gradient"
+        return f"{str(item.dtype).removeprefix('torch.')} {list(item.shape)}{gradient}"
+
+    parts = [one(item) if isinstance(item, TensorSpec) else repr(item) for item in tree_leaves(spec.items)]
     return ", ".join(parts) or "nothing"
