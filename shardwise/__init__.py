@@ -87,7 +87,7 @@ class _Face(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        return sorted([*__all__, "__version__"])
 
 
 sys.modules[__name__].__class__ = _Face

@@ -80,7 +80,13 @@ def from_validation(error: ValidationError, model: type[BaseModel], section: str
             continue
         names, owner = _locate(detail, model)
         key = ".".join([section, *names])
-        problem = unknown_key(key, owner.model_fields) if detail["type"] == "extra_forbidden" else _explain(key, detail)
+        if detail["type"] == "extra_forbidden":
+            problem = unknown_key(key, owner.model_fields)
+        elif detail["type"].startswith("model"):
+            inner = ", ".join(f"{key}.{name}" for name in owner.model_fields)
+            problem = Problem(key, f"{_shown(detail['input'])} is not possible", f"set what is in it: {inner}")
+        else:
+            problem = _explain(key, detail)
         if key in found and problem.mend and problem.mend not in found[key].mend:
             problem = found[key]._replace(mend=f"{found[key].mend}, or {problem.mend}")
         found[key] = problem
@@ -145,7 +151,6 @@ _MENDS = {
     "list": "give a list",
     "path": "give a path",
     "dict": "give a table",
-    "model": "give a table",
     "greater_than_equal": "give at least {ge}",
     "greater_than": "give more than {gt}",
     "less_than_equal": "give at most {le}",

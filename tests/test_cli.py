@@ -143,7 +143,7 @@ def test_the_package_is_a_program() -> None:
 
 
 def test_public_names_are_listed_before_they_are_used() -> None:
-    assert set(shardwise.__all__) <= set(dir(shardwise))
+    assert set(dir(shardwise)) == {*shardwise.__all__, "__version__"}
     assert all(getattr(shardwise, name) is not None for name in shardwise.__all__)
 
 

@@ -113,7 +113,11 @@ def test_a_plan_cannot_be_changed() -> None:
             {"context_method": "rings"},
             "plan.context_method: 'rings' is not known; did you mean ring? choose one of ring, ulysses",
         ),
-        ({"offload": "cpu"}, "plan.offload: 'cpu' is not possible; give a table"),
+        (
+            {"offload": "cpu"},
+            "plan.offload: 'cpu' is not possible; set what is in it: plan.offload.optimizer, plan.offload.master, "
+            "plan.offload.parameters, plan.offload.gradients, plan.offload.activations",
+        ),
         (
             {"offload": {"optimiser": "cpu"}},
             "plan.offload.optimiser: no such key; did you mean plan.offload.optimizer?",

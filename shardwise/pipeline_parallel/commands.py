@@ -126,7 +126,7 @@ def schedule(
             _write(result, path)
             typer.echo(f"wrote {path}")
     except (ValueError, OSError) as error:
-        typer.echo(f"shardwise schedule: {error}", err=True)
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
 

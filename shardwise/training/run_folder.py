@@ -44,6 +44,7 @@ class RunError(ProblemError):
 FIXED = ("model", "data")
 FREE = ("model.dropout", "data.batch", "data.processes", "data.cache", "data.prefetch", "data.checksums")
 SEED = "train.seed"
+OPTIMIZER = "optimizer.name"  # another one's state does not fit
 
 
 class RunFolder:
@@ -106,16 +107,18 @@ class RunFolder:
         """Refuses to continue the run under settings that it may not change.
 
         Raises:
-            RunError: one line for each key of the model, the data or the seed that differs from what the run has.
+            RunError: one line for each key of the model or the data, the seed or the optimizer's name that differs
+                from what the run has.
         """
         problems = [
             Problem(
                 key,
                 f"{new!r} is not {old!r}, which the run in {self.path} has",
-                "change it back, or start a new run with another train.run",
+                "change it back, or start a new run with another train.run"
+                + (f", from its parameters with checkpoint.initial={self.path}" if key == OPTIMIZER else ""),
             )
-            for key, (old, new) in self._changes(settings).items()
-            if key == SEED or (key.split(".")[0] in FIXED and key not in FREE)
+            for key, (old, new) in self.changes(settings).items()
+            if key in (SEED, OPTIMIZER) or (key.split(".")[0] in FIXED and key not in FREE)
         ]
         if problems:
             raise RunError(problems)
@@ -130,7 +133,7 @@ class RunFolder:
         Raises:
             RunError: the folder cannot be written.
         """
-        changes = self._changes(settings)
+        changes = self.changes(settings)
         number = self.starts.read_text().count("\n") if self.starts.exists() else 0
         git, difference = git_state()
         try:
@@ -142,7 +145,7 @@ class RunFolder:
         except OSError as error:
             raise self._problem(f"cannot be written: {error.strerror}", "make room or choose another folder") from None
 
-    def _changes(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
+    def changes(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
         """Key -> (value of the last start, value now), None where there is none; empty at the first start."""
         if not self.config.exists():
             return {}
@@ -209,7 +212,7 @@ def git_state(folder: Path | None = None) -> tuple[dict[str, Any] | None, str]:
             "root": root,
             "commit": commit.strip(),
             "changed": bool(difference.strip()),
-            "untracked": untracked[:100],
+            "untracked": len(untracked),
         }
         return state, difference
     return None, ""

@@ -152,7 +152,8 @@ class Trainer:
         if found is not None:
             # Refuses another model or other data before anything is loaded.
             self.ranks.first(lambda: self.folder.check(self.settings))
-            self._restore(found)
+            changes = {key: pair for key, pair in self.folder.changes(self.settings).items() if key != "train.run"}
+            self._restore(found, changes)
         else:
             random_state.seed(self.train.seed, 0, self.parallel.data_rank)
             if self.checkpoint.initial:
@@ -172,7 +173,7 @@ class Trainer:
         if self._on_start is not None:
             self._on_start(self.folder)
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Path, changes: Mapping[str, tuple[Any, Any]]) -> None:
         facts = facts_of(path)
         for subject, values in self._facts.items():
             if values != facts["facts"].get(subject, values):
@@ -195,7 +196,10 @@ class Trainer:
         else:
             # The generators of another number of ranks mean nothing here: each rank draws anew.
             random_state.seed(self.train.seed, self.progress.step, self.parallel.data_rank)
-        self.display.line(f"continuing {self.folder.path} from step {self.progress.step}")
+        told = ", ".join(f"{key}={new} (it was {old})" for key, (old, new) in changes.items())
+        self.display.line(
+            f"continuing {self.folder.path} from step {self.progress.step}" + (f", with {told}" if told else "")
+        )
 
     def _take_parameters(self, place: Path) -> None:
         path = find(place, self.display.warn, self.ranks)

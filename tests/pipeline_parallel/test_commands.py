@@ -162,7 +162,7 @@ def test_a_recorded_asynchronous_step_is_compared_in_steady_state(tmp_path: Path
         (("auto", "-p", "2", "-m", "2", "--limit", "0"), "--limit 0 holds no microbatch; give at least 1"),
         (("1f1b", "-p", "2", "-m", "2", "--out", "it.bmp"), "--out it.bmp: unknown format; use one of .png"),
         (("1f1b", "-p", "2", "-m", "2", "--out", "/nowhere/it.csv"), "there is no folder /nowhere; make it"),
-        (("nowhere.csv",), "schedule: nowhere.csv: cannot be read: No such file or directory; give"),
+        (("nowhere.csv",), "error: nowhere.csv: cannot be read: No such file or directory; give"),
         (
             ("1f1b", "-p", "2", "-m", "2", "--measured", "nowhere.json"),
             "--measured nowhere.json: cannot be read: No such",

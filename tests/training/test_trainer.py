@@ -266,17 +266,30 @@ def test_two_jobs_cannot_have_one_folder(tmp_path: Path) -> None:
     assert trainer(tmp_path).fit().finished
 
 
-def test_a_run_cannot_change_its_model_or_data(tmp_path: Path) -> None:
-    settings = {"model": {"hidden": 8, "dropout": 0.0}, "data": {"seed": 1, "batch": 8}, "train": {"seed": 0}}
+def test_a_run_cannot_change_its_model_or_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {
+        "model": {"hidden": 8, "dropout": 0.0},
+        "data": {"seed": 1, "batch": 8},
+        "train": {"seed": 0},
+        "optimizer": {"name": "adamw"},
+    }
     facts = {"data": {"fingerprint": "one"}}
     trainer(tmp_path, settings=settings, facts=facts, train_steps=2).fit()
-    changed = {"model": {"hidden": 9, "dropout": 0.1}, "data": {"seed": 2, "batch": 4}, "train": {"seed": 3}}
+    changed = {
+        "model": {"hidden": 9, "dropout": 0.1},
+        "data": {"seed": 2, "batch": 4},
+        "train": {"seed": 3},
+        "optimizer": {"name": "lion"},
+    }
     with pytest.raises(ValueError, match="model.hidden") as caught:
         trainer(tmp_path, settings=changed, train_steps=2).fit()
     lines = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["data.seed", "model.hidden", "train.seed"]
+    assert [line.split(":")[0] for line in lines] == ["data.seed", "model.hidden", "optimizer.name", "train.seed"]
     assert lines[1].startswith("model.hidden: 9 is not 8, which the run in ")
+    assert lines[2].endswith(f", from its parameters with checkpoint.initial={tmp_path}")
+    capsys.readouterr()
     trainer(tmp_path, settings={**settings, "data": {"seed": 1, "batch": 4}}, facts=facts, train_steps=3).fit()
+    assert f"continuing {tmp_path} from step 2, with data.batch=4 (it was 8)" in capsys.readouterr().out
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, 2]
     assert starts[1]["changes"] == {"data.batch": [8, 4]}
@@ -292,6 +305,7 @@ def test_a_start_leaves_what_is_needed_to_do_it_again(tmp_path: Path) -> None:
     assert start["torch"] == torch.__version__
     assert start["packages"]["pydantic"]
     assert len(start["git"]["commit"]) == 40
+    assert isinstance(start["git"]["untracked"], int)
     assert "betas = [0.9, 0.95]" in (tmp_path / "config.toml").read_text()
 
 
