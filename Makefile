@@ -4,11 +4,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 ARGS ?=
 BENCHMARKS := $(filter-out __init__ harness,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: help install train test lint bench clean
+.PHONY: help install train test emulator lint bench clean
 
 help:
 	@echo "make train    a small model learns on two data-parallel ranks, about three minutes"
 	@echo "make test     the whole test suite"
+	@echo "make emulator an accelerator on the CPU, for tests that are skipped without it; needs g++ and ninja"
 	@echo "make lint     ruff and mypy"
 	@echo "make bench    every benchmark, beside the peers that are installed"
 	@echo "make install  .venv with everything development needs"
@@ -21,6 +22,9 @@ train: .venv/.running
 
 test: .venv/.developing
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+emulator: .venv/.developing
+	$(BIN)/python -m tests.emulator
 
 lint: .venv/.developing
 	$(BIN)/ruff check .

@@ -1,0 +1,64 @@
+"""An accelerator emulated on the CPU, device type "emu": `python -m tests.emulator` builds it, `install()` has this
+process use it.
+
+It registers torch's PrivateUse1 for the rest of the process, so tests use it in processes of their own.
+"""
+
+import atexit
+import importlib.util
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME, MODULE = "emu", "shardwise_emulator"
+SOURCE = Path(__file__).parent / "emulator.cpp"
+# Ignored by git.
+FOLDER = Path(os.environ.get("SHARDWISE_EMULATOR", Path(__file__).parent / "build"))
+LIBRARY = FOLDER / f"{MODULE}.so"
+
+
+def is_built() -> bool:
+    """Whether the emulator is there, as its source is now."""
+    return LIBRARY.exists() and LIBRARY.stat().st_mtime >= SOURCE.stat().st_mtime
+
+
+def build() -> None:
+    """Compile the emulator if need be, in about a minute. Needs a C++ compiler and ninja."""
+    from torch.utils import cpp_extension
+
+    FOLDER.mkdir(exist_ok=True)
+    flags = {"extra_cflags": ["-O1"], "build_directory": str(FOLDER)}
+    cpp_extension.load(MODULE, [str(SOURCE)], is_python_module=False, verbose=True, **flags)
+
+
+def install() -> Any:
+    """Make the emulator the accelerator of this process. Returns what sets its delays."""
+    spec = importlib.util.spec_from_file_location(MODULE, LIBRARY)
+    assert spec is not None
+    assert spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _device_module(native))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    atexit.register(torch.accelerator.synchronize)  # its threads are still at work on memory
+    return native
+
+
+def _device_module(native: Any) -> types.ModuleType:
+    generator = native.default_generator()
+    module: Any = types.ModuleType(f"torch.{NAME}")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda device: None
+    module.manual_seed = module.manual_seed_all = generator.manual_seed
+    module.get_rng_state = lambda device=NAME: generator.get_state()
+    module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    return module

@@ -1,0 +1,3 @@
+from tests.emulator import build
+
+build()
