@@ -19,8 +19,9 @@ from shardwise.initial import initial_of, seed_of
 from shardwise.layout import Layout, Place
 from shardwise.loss import Loss
 from shardwise.memory import block_scale, norms, recompute
-from shardwise.memory.offload import Traffic, tiers_of
+from shardwise.memory.offload import tiers_of
 from shardwise.memory.offload_activations import Activations
+from shardwise.memory.offload_tier import Traffic
 from shardwise.memory.precision import PRECISIONS
 from shardwise.mesh import Mesh
 from shardwise.optimizers.optimizer import Optimizer

@@ -156,7 +156,7 @@ class Parallel:
             losses.clear()
         everyone = updates.end(totals)
         scale = self.loss_scale.value if self.loss_scale is not None else None
-        moved = traffic - before if traffic is not None and before is not None else None
+        moved = traffic.copy() - before if traffic is not None and before is not None else None
         self._steps_taken += 1
         return StepMetrics(
             self._steps_taken,

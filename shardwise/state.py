@@ -17,7 +17,7 @@ from shardwise.data_parallel.buckets import Buckets
 from shardwise.data_parallel.entry import Entry
 from shardwise.data_parallel.reducer import Reducer
 from shardwise.layout import Layout, Place
-from shardwise.memory.offload import Traffic
+from shardwise.memory.offload_tier import Traffic
 from shardwise.memory.recompute import Recomputation
 from shardwise.mesh import Axis, Mesh
 from shardwise.optimizers.optimizer import Optimizer

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from shardwise.memory.offload import Traffic
+from shardwise.memory.offload_tier import Traffic
 
 
 class StepMetrics:

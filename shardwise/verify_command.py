@@ -65,7 +65,7 @@ def run(request: Request) -> Report:
     place = placed()
     if place is None or place.num_ranks == 1:
         config.require(num_ranks=config.plan.num_ranks)
-        disks.require(config, _as_verified(config.plan), "cpu", local=True)
+        disks.require(config, _as_verified(config.plan), local=True)
         if config.plan.num_ranks == 1:
             return work(Placement())
     report = launch.on_ranks(work, config.plan.num_ranks, grace=10, offload=disks.folders_of(config.plan))

@@ -14,7 +14,8 @@ from shardwise.collectives import sum_of_squares
 from shardwise.data_parallel.entry import Entry
 from shardwise.data_parallel.reducer import Flat, Pending, Reducer
 from shardwise.layout import Place, share
-from shardwise.memory.offload import Shelves, Tier
+from shardwise.memory.offload import Shelves
+from shardwise.memory.offload_tier import Tier
 from shardwise.memory.precision import Precision
 from shardwise.memory.rounding import round_into
 from shardwise.mesh import Axis
@@ -132,6 +133,9 @@ class Bucket:
         self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
         self.scale = 1.0  # by which the last update clipped the gradient
+        self.keeps_gradients = (
+            False  # whether the last update saw copies of the gradients, so that these stay as they were
+        )
         if storage.optimizer is not None:
             self._make_fragments(storage.optimizer)
 
@@ -204,6 +208,23 @@ class Bucket:
             self.members.append({other.name for other in run})
         self.shelves.put_states(self.fragments, optimizer, self.device)
 
+    def clear_gradients(self) -> None:
+        """Begin a new sum in the fragment of the gradients."""
+        copied = self.shelves.copied("gradients")
+        if copied is not None:
+            copied.clear()
+            return
+        with self.shelves.here("gradients"):
+            self.own_gradient.zero_()
+
+    def sum_gradients(self, landed: Flat) -> Pending:
+        """Begin to add the sum of what has landed, as long as this bucket, to the fragment of the gradients."""
+        copied = self.shelves.copied("gradients")
+        if copied is not None:
+            return self.reducer.reduce_scatter(landed, copied.adding)
+        with self.shelves.here("gradients"):  # the sum itself holds on to them until it is done
+            return self.reducer.reduce_scatter(landed, self.own_gradient)
+
     def _updated(self, span: tuple[int, int]) -> Tensor:
         """What an update changes of a fragment's parameters; without values where it is there only then."""
         if self.precision.rounds:
@@ -214,15 +235,21 @@ class Bucket:
     def ready(self, step: int, splits: Mapping[str, Place]) -> Iterator[list[Fragment]]:
         """The fragments, for an update inside, in the memory that their state is in; afterwards the values are the new
         ones."""
-        with self.shelves.here(*KINDS):
+        host = self.shelves.updates_on_host
+        # What is brought as a copy stays as it was, and is overwritten whole where there is a master.
+        kept = () if host or self.shelves.copied("gradients") is None else ("gradients",)
+        written = ("parameters",) if self.precision.mixed and self.shelves.copied("parameters") is not None else ()
+        changed = [kind for kind in KINDS if kind not in (*kept, *written)]
+        with self.shelves.here(*changed, host=host), self.shelves.here(*kept, changed=False):
             masters = self.own.to(self.precision.master) if self.precision.rounds else self.master
             with self.shelves.beside(masters, self.own_gradient) as (parameters, gradients):
+                self.keeps_gradients = bool(kept) or gradients is not self.own_gradient
                 for fragment, span in zip(self.fragments, self.spans, strict=True):
                     fragment.parameter, fragment.gradient = parameters[slice(*span)], gradients[slice(*span)]
                 yield self.fragments
             if self.precision.rounds:
                 self._round(masters, step, splits)
-            self.store()
+            self.store(host)
         self._let_go()
 
     def _round(self, updated: Tensor, step: int, splits: Mapping[str, Place]) -> None:
@@ -256,7 +283,7 @@ class Bucket:
         if not self.counted:
             return 0.0
         between = self.reducer.replicas if self.stage else self.reducer.axis
-        with self.shelves.here("gradients", changed=False):
+        with self.shelves.here("gradients", changed=False, host=True):
             return sum_of_squares(
                 self.own_gradient[slice(*share(self.own_gradient.numel(), between.rank, between.size))]
             )
@@ -266,7 +293,7 @@ class Bucket:
         if math.isfinite(self.squares()):
             return []
         found = []
-        with self.shelves.here("gradients", changed=False):
+        with self.shelves.here("gradients", changed=False, host=True):
             for entry in self.entries:
                 low, high = self.overlap(self.offsets[entry.name], self.offsets[entry.name] + entry.numel)
                 if not bool(self.own_gradient[low - self.start : high - self.start].isfinite().all()):
@@ -294,11 +321,24 @@ class Bucket:
 
     def prefetch(self) -> None:
         """Begin to make the whole values be there; they stay until `release` or `forget`."""
-        if self.gathers and not self.there:
-            self._make_room()
-            with self.shelves.here("parameters", changed=False):
-                # Through .data: what autograd has saved sees the same values again, so it need not know.
-                self._coming = self.reducer.gather(self.source, self.values.data)
+        if not self.gathers or self.there:
+            return
+        self._make_room()
+        # Through .data: what autograd has saved sees the same values again, so it need not know.
+        values, copied = self.values.data, self.shelves.copied("parameters")
+        if copied is not None:
+            own = values[self.start : self.stop]
+            with copied.filled([own]):
+                self._coming = self.reducer.gather(Flat(own, None), values)
+            return
+        with self.shelves.here("parameters", changed=False):
+            self._coming = self.reducer.gather(self.source, values)
+
+    def read_ahead(self) -> None:
+        """Begin to read what `prefetch` will copy to the device, if it is on disk."""
+        copied = self.shelves.copied("parameters")
+        if copied is not None and not self.there:
+            copied.prefetch_near()
 
     def acquire(self, fill: bool = True) -> None:
         """Make the whole values be there until `release`."""
@@ -311,6 +351,9 @@ class Bucket:
             self._make_room()
             self.values.zero_()
         if self._coming is not None:
+            copied = self.shelves.copied("parameters")
+            if copied is not None:
+                copied.need()
             self._coming.wait()
             self._coming = None
 
@@ -350,15 +393,25 @@ class Bucket:
         if self.precision.converts:
             self.values.copy_(whole)
         if self.stage == 3 or self.precision.mixed:
-            with self.shelves.here("parameters", "master"):
+            with self.shelves.here("parameters", "master", host=True):
                 self.master.copy_(whole[self.start : self.stop])
                 self.store()
 
-    def store(self) -> None:
-        """Take over the masters after an update, or after they were loaded."""
-        if self.precision.mixed:
-            with self.shelves.here("parameters", "master"):
-                self.own.copy_(self.master)
+    def store(self, host: bool = True) -> None:
+        """Take over the masters after an update, or after they were loaded.
+
+        Args:
+            host: whether those that live elsewhere are taken from host memory, or from copies on the device.
+        """
+        if not self.precision.mixed:
+            return
+        copied = self.shelves.copied("parameters")
+        if copied is not None:
+            with self.shelves.here("master", changed=False, host=host):
+                copied.write([self.master])
+            return
+        with self.shelves.here("parameters", "master", host=host):
+            self.own.copy_(self.master)
 
     def whole(self, own: Tensor) -> Tensor:
         """All ranks' fragments `own` of something as long as this bucket. Collective over the zero axis."""

@@ -116,8 +116,7 @@ class Buckets:
         for bucket in self.buckets:
             bucket.pending = None
             if bucket.landing is None:
-                with bucket.shelves.here("gradients"):
-                    bucket.own_gradient.zero_()
+                bucket.clear_gradients()
         self._begin_pass()
 
     def abandon(self) -> None:
@@ -209,8 +208,7 @@ class Buckets:
         flat.tensor[bucket.used : bucket.numel].zero_()
         for entry in bucket.entries:
             entry.slot.view = None
-        with bucket.shelves.here("gradients"):  # the sum itself holds on to them until it is done
-            bucket.pending = bucket.reducer.reduce_scatter(_head(flat, bucket.numel), bucket.own_gradient)
+        bucket.pending = bucket.sum_gradients(_head(flat, bucket.numel))
         self._busy[index % len(self._pool)] = bucket.pending
 
     def flush(self, overlap: bool) -> None:
@@ -285,7 +283,7 @@ class Buckets:
                             chosen = [request.tensor for request in sums if request.split == split]
                             _sum_together(chosen, [*axes, *splits.values()] if split else axes)
                     for bucket in group:
-                        bucket.scale = of_loss if bucket.shelves.keeps_gradients else scale.clip
+                        bucket.scale = of_loss if bucket.keeps_gradients else scale.clip
 
     def refresh(self) -> None:
         """Take the other ranks' updated fragments, once all have met after their updates."""

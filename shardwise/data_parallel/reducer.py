@@ -6,7 +6,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +39,10 @@ class Pending:
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
 
+    def follow(self, stream: torch.Stream) -> None:
+        """Have whoever waits, on an accelerator, wait for what this stream has been given by then."""
+        self._stream = stream
+
     def settle(self, work: Callable[[], None]) -> None:
         """Do the work here and now; its error is kept for whoever waits."""
         try:
@@ -45,6 +51,10 @@ class Pending:
         except BaseException as error:
             self._error = error
         self._done.set()
+
+
+# Brings a tensor that is there inside.
+Into = Callable[[], AbstractContextManager[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Lane:
         pending = Pending()
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
-            pending._stream = self._stream
+            pending.follow(self._stream)
             with self._stream:
                 pending.settle(work)
         else:
@@ -164,9 +174,10 @@ class Reducer:
             elements,
         )
 
-    def reduce_scatter(self, flat: Flat, into: Tensor | None = None) -> Pending:
+    def reduce_scatter(self, flat: Flat, into: Tensor | Into | None = None) -> Pending:
         """Begin to sum `flat` over the gradient axis; this rank gets its fragment of the zero axis alone: in place, or
-        added to `into`."""
+        added to `into`, a tensor or what brings one when its turn has come."""
+        bring = _given(into) if isinstance(into, Tensor) else into
         size, rank = self.zero.size, self.zero.rank
         length = flat.tensor.numel() // size
         start, stop = rank * length, (rank + 1) * length
@@ -174,7 +185,7 @@ class Reducer:
         host = flat.host
         elements = _ring(flat.tensor.numel(), size) + _ring(length, self.replicas.size, 2)
         if self.axis.size == 1:
-            return self._start(lambda: _ignore(into.add_(own)) if into is not None else None)
+            return self._start(partial(_add, own, bring) if bring is not None else None)
         sent = self._count(elements, flat)
         through = () if sent is None else (sent,)
         if host is None:
@@ -187,11 +198,16 @@ class Reducer:
                     part = collectives.reduce_scatter_in(flat.tensor, self._zero, sent)
                     if self._replicas.size > 1:
                         collectives.all_reduce_in(part, self._replicas, sent)
-                own.copy_(part) if into is None else into.add_(part)
+                _ignore(own.copy_(part)) if bring is None else _add(part, bring)
 
             return self._start(exchange, elements)
-        if into is not None:
-            return self._start(lambda: host.sum_into(start, stop, [into], add=True, through=through), elements)
+        if bring is not None:
+
+            def add() -> None:
+                with bring() as target:
+                    host.sum_into(start, stop, [target], add=True, through=through)
+
+            return self._start(add, elements)
         # The replicas of a fragment share the work, and give each other the result.
         low, high = share(length, self.replicas.rank, self.replicas.size)
         low, high = start + low, start + high
@@ -221,6 +237,8 @@ class Reducer:
         pending = Pending()
         if host is None:
             pending.settle(lambda: collectives.all_gather(own.tensor, full, self.zero))
+            if full.device.type != "cpu":
+                pending.follow(torch.accelerator.current_stream())
         else:
             parts = [host.tensors[self.replicas.rank * self.zero.size + rank] for rank in range(self.zero.size)]
             pending.settle(lambda: _ignore(torch.cat(parts, out=full)))
@@ -290,6 +308,15 @@ def _close(link: HostLink | None) -> None:
 
 def _ring(numel: int, size: int, times: int = 1) -> float:
     return times * numel * (size - 1) / size
+
+
+def _given(tensor: Tensor) -> Into:
+    return lambda: nullcontext(tensor)
+
+
+def _add(part: Tensor, bring: Into) -> None:
+    with bring() as target:
+        target.add_(part)
 
 
 def _ignore(value: object) -> None:

@@ -2,7 +2,7 @@
 back after."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +101,13 @@ class Units:
         for bucket in self._of(unit):
             bucket.prefetch()
 
+    def _look_ahead(self, unit: int, following: Mapping[int, int]) -> None:
+        """Fetch what follows a unit, and read what follows that if it is on disk and goes to an accelerator."""
+        fetched = following.get(unit)
+        self._prefetch(fetched)
+        for bucket in self._of(following.get(fetched) if fetched is not None else None):
+            bucket.read_ahead()
+
     def _acquire(self, unit: int) -> None:
         for bucket in self._of(unit):
             bucket.acquire()
@@ -119,7 +126,7 @@ class Units:
                 self._next[self._previous] = unit
                 self._before[unit] = self._previous
             self._previous = unit
-            self._prefetch(self._next.get(unit))
+            self._look_ahead(unit, self._next)
         self._acquire(unit)
 
     def _after_forward(self, unit: int, output: Any) -> None:
@@ -135,7 +142,8 @@ class Units:
             return
         self._close()
         self._prefetch(unit)
-        self._prefetch(self._before.get(unit) if unit != self._first else None)
+        if unit != self._first:
+            self._look_ahead(unit, self._before)
         self._acquire(unit)
         self._open = unit
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.memory.offload import Tier
 from shardwise.memory.offload_files import trim
+from shardwise.memory.offload_tier import Tier
 
 # Bytes below which a tensor stays: mapping it again would cost as much as computing it.
 SMALLEST = 1 << 16

@@ -10,8 +10,8 @@ import torch
 
 from shardwise import models, optimizers
 from shardwise.config import Config, ConfigError
-from shardwise.memory.offload import DISK, refused
 from shardwise.memory.offload_files import DiskFile, OffloadError
+from shardwise.memory.offload_tier import DISK
 from shardwise.memory.precision import PRECISIONS
 from shardwise.optimizers.optimizer import Fragment
 from shardwise.plan import Plan
@@ -21,19 +21,18 @@ from shardwise.problems import Problem
 DIVIDED_FROM = {"optimizer": 1, "master": 1, "gradients": 2, "parameters": 3}
 
 
-def require(config: Config, plan: Plan, device_type: str, local: bool) -> None:
+def require(config: Config, plan: Plan, local: bool) -> None:
     """Check where a plan keeps state.
 
     Args:
         config: of the job.
         plan: the configuration's, as it will run.
-        device_type: what computes.
         local: whether all ranks are on this machine, so that it is known how much its disks are to hold.
 
     Raises:
         ConfigError: what cannot be used; one line for each problem.
     """
-    problems = list(refused(plan.offload, device_type))
+    problems: list[Problem] = []
     folders = folders_of(plan)
     keys: dict[Path, str] = {}
     for key, folder in folders.items():

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.config import Config
-from shardwise.mesh import default_device_type
 from shardwise.training import disks, faults, generate, job, worker
 from shardwise.training.faults import JobFailed
 from shardwise.training.placement import Placement, placed
@@ -85,8 +84,7 @@ def train(config: Config, run: Path | None = None) -> Outcome:
 def _require(config: Config, num_ranks: int, local: bool) -> None:
     """Finds what cannot be before the corpus is read."""
     config.require(num_ranks=num_ranks)
-    device_type = default_device_type() if config.train.device == "auto" else config.train.device
-    disks.require(config, config.plan, device_type, local)
+    disks.require(config, config.plan, local)
 
 
 def _train(config: Config, run: Path | None, place: Placement) -> Outcome:

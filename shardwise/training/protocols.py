@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from shardwise.memory.offload import Traffic
+from shardwise.memory.offload_tier import Traffic
 from shardwise.memory.report import Report
 from shardwise.pipeline_parallel.timeline import Timeline
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardwise import models
 from shardwise.memory import offload_activations, offload_files
-from shardwise.memory.offload import Tier, Traffic
 from shardwise.memory.offload_files import DiskFile, OffloadError
+from shardwise.memory.offload_tier import Tier, Traffic
 from shardwise.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Lion, Muon
 from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Parallel

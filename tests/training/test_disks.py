@@ -51,15 +51,15 @@ def test_a_disk_that_is_too_small_for_all_that_goes_there_is_found(
     job = config(shard=2, zero=2, offload=offload)
     needed = disks.needs(job, job.plan)
     total = needed["optimizer"] + needed["gradients"]
-    disks.require(job, job.plan, "cpu", local=True)
+    disks.require(job, job.plan, local=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=total))
-    disks.require(job, job.plan, "cpu", local=True)
+    disks.require(job, job.plan, local=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=total - 1))
-    disks.require(job, job.plan, "cpu", local=False)  # other machines have disks of their own
+    disks.require(job, job.plan, local=False)  # other machines have disks of their own
     with pytest.raises(
         ConfigError, match=r"plan.offload.optimizer: .*: optimizer and gradients need .* GB are free; make room"
     ):
-        disks.require(job, job.plan, "cpu", local=True)
+        disks.require(job, job.plan, local=True)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adamw-8bit", "adafactor"])
@@ -82,9 +82,3 @@ def test_copies_need_room_each() -> None:
     doubled = disks.needs(config(), Plan(replicate=2, shard=2, zero=1))
     assert doubled["optimizer"] == 2 * alone["optimizer"]
     assert doubled["gradients"] == 4 * alone["gradients"]
-
-
-def test_what_an_accelerator_cannot_is_found_too(tmp_path: Path) -> None:
-    job = config(zero=3, offload=everywhere(tmp_path, "parameters"))
-    with pytest.raises(ConfigError, match=r"plan.offload.parameters: .* where an accelerator \(cuda\) computes"):
-        disks.require(job, job.plan, "cuda", local=True)
