@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import collectives
 from shardwise.collectives import CACHE_ELEMENTS, HostLink, HostMemory
@@ -242,3 +243,23 @@ def test_totals_are_read_late_and_often(num_ranks: int) -> None:
     ranks = sum(range(num_ranks))
     expected = [[ranks, number * num_ranks] for number in (4, 3, 2, 1, 0, 2)]
     assert run_ranks(late_totals, num_ranks, num_ranks) == [expected] * num_ranks
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the numbers that the host waits for one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_sum_of_squares_is_read_once_and_not_block_by_block() -> None:
+    tensor = torch.randn(3 * collectives.CACHE_ELEMENTS + 7, dtype=torch.float64)
+    with _Reads() as reads:
+        found = collectives.sum_of_squares(tensor)
+    assert reads.count == 0
+    assert found == pytest.approx(float(tensor.square().sum()), rel=1e-12)

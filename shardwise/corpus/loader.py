@@ -109,7 +109,7 @@ class Loader:
             yield self.at(position, min(self.batch_size, self.num_samples - position))
 
     def stream(self, position: int = 0, prefetch: int = 2) -> Iterator[Batch]:
-        """The endless batches from a position on, read `prefetch` ahead in a thread, pinned where CUDA is there."""
+        """The endless batches from a position on, read `prefetch` ahead in a thread, pinned for an accelerator."""
         if prefetch == 0:
             while True:
                 yield _pinned(self.at(position))
@@ -179,7 +179,7 @@ class Loader:
 
 
 def _pinned(batch: Batch) -> Batch:
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         return batch
     inputs, targets = batch
     return {name: tensor.pin_memory() for name, tensor in inputs.items()}, targets.pin_memory()

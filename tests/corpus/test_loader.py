@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.corpus import Batch, Corpus, CorpusError, Loader
 from shardwise.corpus.loader import IGNORED
+from tests import emulator
 from tests.corpus.made import corpus_of, document
 
 
@@ -202,3 +203,16 @@ def test_nothing_held_out_cannot_be_evaluated_on(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, ["short text"], held_out=0.0)
     with pytest.raises(CorpusError, match="holds nothing out; set data.held_out above 0"):
         Loader(corpus, "held_out")
+
+
+def pinned(folder: str) -> list[bool]:
+    """Whether the tensors of batches are, where an accelerator is there."""
+    emulator.install()
+    loader = Loader(corpus_of(Path(folder), [document(number) for number in range(20)]), sequence=16, batch=2)
+    batches = [next(loader.stream(prefetch=ahead)) for ahead in (0, 2)]
+    return [tensor.is_pinned() for inputs, targets in batches for tensor in (*inputs.values(), targets)]
+
+
+@emulator.needed
+def test_batches_for_any_accelerator_are_pinned(tmp_path: Path) -> None:
+    assert emulator.apart(__name__, "pinned", str(tmp_path)) == [True] * 4

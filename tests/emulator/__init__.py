@@ -6,11 +6,15 @@ It registers torch's PrivateUse1 for the rest of the process, so tests use it in
 
 import atexit
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 NAME, MODULE = "emu", "shardwise_emulator"
@@ -23,6 +27,10 @@ LIBRARY = FOLDER / f"{MODULE}.so"
 def is_built() -> bool:
     """Whether the emulator is there, as its source is now."""
     return LIBRARY.exists() and LIBRARY.stat().st_mtime >= SOURCE.stat().st_mtime
+
+
+# Marks tests that need it.
+needed = pytest.mark.skipif(not is_built(), reason="make emulator builds what this needs")
 
 
 def build() -> None:
@@ -46,6 +54,16 @@ def install() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend()
     atexit.register(torch.accelerator.synchronize)  # its threads are still at work on memory
     return native
+
+
+def apart(module: str, name: str, *arguments: Any) -> Any:
+    """What a function returns in a process of its own; all of it JSON."""
+    code = f"import json, sys; from {module} import {name}\nprint(json.dumps({name}(*json.loads(sys.argv[1]))))"
+    command = [sys.executable, "-c", code, json.dumps(arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=170)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _device_module(native: Any) -> types.ModuleType:

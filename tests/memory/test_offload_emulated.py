@@ -1,10 +1,6 @@
 """Offloading on an emulated accelerator, whose copies and kernels run late and whose freed memory is poison: the same
 parameters bit by bit as with the state on the device. After `make emulator`; skipped without."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +18,7 @@ from tests import emulator
 from tests.memory.test_offload import OPTIMIZERS, threads
 from tests.models.cases import CONFIGS, VOCABULARY
 
-pytestmark = pytest.mark.skipif(not emulator.is_built(), reason="make emulator builds what this needs")
+pytestmark = emulator.needed
 
 # Microseconds by which copies and the results of kernels are late.
 DELAYS = [(2000, 0), (0, 500)]
@@ -93,7 +89,7 @@ def emulated(plans: list[tuple[dict[str, Any], str]], copies: int, kernels: int)
 def test_offloading_on_an_accelerator_changes_no_bit(copies: int, kernels: int, place: str, tmp_path: Path) -> None:
     where = place if place == "cpu" else f"disk:{tmp_path / 'state'}"
     plans = [(plan | {"place": where}, optimizer) for plan, optimizer in PLANS]
-    assert apart("emulated", plans, copies, kernels) == []
+    assert emulator.apart(__name__, "emulated", plans, copies, kernels) == []
 
 
 def shelves(place: str) -> list[str]:
@@ -132,14 +128,4 @@ def shelves(place: str) -> list[str]:
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_copies_wait_for_each_other_and_the_host_for_them(place: str, tmp_path: Path) -> None:
-    assert apart("shelves", place if place == "cpu" else f"disk:{tmp_path}") == []
-
-
-def apart(name: str, *arguments: Any) -> Any:
-    """A function of this module, in a process of its own."""
-    code = f"import json, sys; from {__name__} import {name}\nprint(json.dumps({name}(*json.loads(sys.argv[1]))))"
-    command = [sys.executable, "-c", code, json.dumps(arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=170)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert emulator.apart(__name__, "shelves", place if place == "cpu" else f"disk:{tmp_path}") == []
