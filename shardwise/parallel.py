@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -86,6 +86,12 @@ class Parallel:
         self._runner.update = self._updates.apply
         self.step_count = self._updates.step_count
         self.loss_scale = loss_scale
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a parallel model belongs to its ranks and is neither copied nor pickled: take parallel.full_parameters(), "
+            "or save it with shardwise.CheckpointFolder"
+        )
 
     # Shares of a batch
 

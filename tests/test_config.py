@@ -86,6 +86,8 @@ def test_an_override_reaches_into_a_table(tmp_path: Path) -> None:
         ("train.steps=true", "train.steps: true is not possible; give a whole number"),
         ("train.steps='3'", "train.steps: '3' is not possible; give a whole number"),
         ("train.steps=0", "train.steps: 0 is not possible; give at least 1"),
+        ("optimizer.lr=inf", "optimizer.lr: inf is not possible; give a finite number"),
+        ("model.hidden=1000000000", "model.hidden: 1000000000 is not possible; give at most 16777216"),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not possible; give a number"),
         ("optimizer.betas=0.9", "optimizer.betas: 0.9 is not possible; give a list"),
         ("optimizer.betas=[0.9]", "optimizer.betas: has too few values; give them all"),
@@ -132,7 +134,11 @@ def test_a_model_and_a_section_that_explain_themselves_keep_their_words() -> Non
 
 
 def test_rules_between_sections_are_checked() -> None:
-    assert line_of("plan.replicate=3", "data.batch=2").startswith("plan.microbatches: ")
+    assert line_of("plan.replicate=3", "data.batch=2") == (
+        "data.batch: 2 sequences are not one for each of 3 data-parallel ranks; raise it to 3, or lower plan.replicate "
+        "or plan.shard"
+    )
+    assert line_of("plan.replicate=3", "data.batch=4", "plan.microbatches=2").startswith("plan.microbatches: ")
     assert line_of("plan.pipeline=9", "model.layers=4").startswith("plan.pipeline: ")
     assert line_of("data.sequence=64", "model.sequence=32") == (
         "data.sequence: 64 is longer than the model's 32 tokens; lower it or set model.sequence to 64"

@@ -1,6 +1,8 @@
 """Any module, and what must be refused at once."""
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -337,6 +339,12 @@ def test_a_model_is_not_spread_twice() -> None:
         one(model)
     with pytest.raises(ValueError, match="already"):
         one(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_parallel_model_is_neither_copied_nor_pickled(take: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="belongs to its ranks.*: take parallel.full_parameters"):
+        take(one(user_models.make("plain")))
 
 
 def test_a_mesh_of_another_plan_is_refused() -> None:

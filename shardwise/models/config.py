@@ -11,6 +11,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from shardwise.models.rotary import Rope, RopeScaling
 from shardwise.problems import ProblemError, from_validation
 
+# Beyond any model, and small enough that bytes can be counted.
+LARGEST = 1 << 24
 # Where the families differ beside their code; a value the user gives comes first.
 _FAMILIES: dict[str, dict[str, object]] = {
     "gpt2": {"tied": True, "bias": True, "norm_eps": 1e-5},
@@ -36,9 +38,9 @@ class ModelConfig(BaseModel):
 
     family: Literal["gpt2", "llama", "qwen", "mistral"] = "gpt2"
     """Which kind of transformer."""
-    layers: int = Field(4, ge=1)
+    layers: int = Field(4, ge=1, le=LARGEST)
     """Blocks."""
-    hidden: int = Field(256, ge=1)
+    hidden: int = Field(256, ge=1, le=LARGEST)
     """Width of the residual stream."""
     heads: int = Field(4, ge=1)
     """Query heads."""
@@ -46,7 +48,7 @@ class ModelConfig(BaseModel):
     """Width of a head; 0: hidden / heads."""
     kv_heads: int = Field(0, ge=0, validate_default=True)
     """Key and value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245); 0: as many as heads."""
-    intermediate: int = Field(0, ge=0, validate_default=True)
+    intermediate: int = Field(0, ge=0, le=LARGEST, validate_default=True)
     """Width inside the feed-forward part; 0: 4 hidden for gpt2, else 8/3 hidden rounded up to a multiple of 256 (32
     if hidden is under 1024)."""
     sequence: int = Field(1024, ge=1)

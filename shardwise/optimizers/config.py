@@ -31,8 +31,10 @@ class OptimizerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["adamw", "adafactor", "adamw-8bit", "muon", "lion", "sgd"] = Field("adamw", description="Which rule")
-    lr: float = Field(AdamW.lr, gt=0, description="Peak learning rate; adafactor: the largest relative step")
-    weight_decay: float = Field(AdamW.weight_decay, ge=0, description="On matrices only")
+    lr: float = Field(
+        AdamW.lr, gt=0, allow_inf_nan=False, description="Peak learning rate; adafactor: the largest relative step"
+    )
+    weight_decay: float = Field(AdamW.weight_decay, ge=0, allow_inf_nan=False, description="On matrices only")
     betas: tuple[float, float] | None = Field(
         None, description="adamw, adamw-8bit, muon's AdamW: decay rates of the moments; lion"
     )

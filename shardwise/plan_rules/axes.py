@@ -29,12 +29,18 @@ def _batch(plan: Plan, job: Job) -> Iterator[Problem]:
     if job.batch is None or job.batch // plan.data_parallel >= plan.microbatches:
         return
     fewer = job.batch // plan.data_parallel
+    if not fewer:
+        yield Problem(
+            "data.batch",
+            f"{job.batch} sequences are not one for each of {plan.data_parallel} data-parallel ranks",
+            f"raise it to {plan.data_parallel * plan.microbatches}, or lower plan.replicate or plan.shard",
+        )
+        return
     yield Problem(
         "plan.microbatches",
         f"{plan.microbatches} microbatches on {plan.data_parallel} data-parallel ranks "
         f"cannot each have a sequence of a batch of {job.batch}",
-        f"raise data.batch to {plan.data_parallel * plan.microbatches}"
-        + (f" or lower plan.microbatches to {fewer}" if fewer else ""),
+        f"raise data.batch to {plan.data_parallel * plan.microbatches} or lower plan.microbatches to {fewer}",
     )
 
 
