@@ -215,7 +215,7 @@ def largest(kind: str, plan: dict[str, Any]) -> tuple[int, int]:
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
+            if isinstance(result, Tensor) and not result.is_meta:
                 found.append(result.untyped_storage().nbytes() // result.element_size())
             return result
 
