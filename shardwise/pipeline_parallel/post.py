@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import math
 import mmap
 import os
@@ -182,8 +183,11 @@ class _Peer:
         return self._theirs[number].tensor(shape, dtype, lambda: self._unused.append(number))
 
     def give_back(self) -> None:
-        while self._unused:
-            self._write(_GIVEN_BACK, self._unused.popleft(), ring=False)
+        # A peer that is gone has no use for its memory. It may have done its part of the job; if it has not, that shows
+        # where something is waited for.
+        with contextlib.suppress(RuntimeError):
+            while self._unused:
+                self._write(_GIVEN_BACK, self._unused.popleft(), ring=False)
 
     def _write(self, tag: int, number: int, descriptor: int | None = None, ring: bool = True) -> None:
         passed = []

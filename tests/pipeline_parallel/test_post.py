@@ -115,3 +115,26 @@ def _leave() -> str:
 
 def test_a_rank_that_is_gone_is_named() -> None:
     assert run_ranks(_leave, 2)[0] == "rank 1 is gone: it closed its end of the pipeline axis"
+
+
+def _done_first() -> bool:
+    """Rank 1 has done its part, and leaves, when rank 0 still has what it was sent."""
+    post = _post(True)
+    if dist.get_rank() == 1:
+        post.send(torch.tensor([5]), 0, 0)
+        post.receive((1,), torch.int64, CPU, 0, 1)()
+        post.close()
+        dist.barrier()
+        return True
+    received = post.receive((1,), torch.int64, CPU, 1, 0)()
+    post.send(torch.tensor([6]), 1, 1)
+    dist.barrier()
+    good = int(received) == 5
+    del received
+    post.prune()
+    post.close()
+    return good
+
+
+def test_memory_of_a_rank_that_has_left_is_not_given_back_with_an_error() -> None:
+    assert run_ranks(_done_first, 2) == [True, True]
