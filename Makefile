@@ -21,7 +21,7 @@ train: .venv/.running
 	$(BIN)/shardwise train examples/quickstart.toml $(ARGS)
 
 test: .venv/.developing
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests $(ARGS)
 
 emulator: .venv/.developing
 	$(BIN)/python -m tests.emulator
