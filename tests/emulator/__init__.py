@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,22 @@ def install() -> Any:
 
 def apart(module: str, name: str, *arguments: Any) -> Any:
     """What a function returns in a process of its own; all of it JSON."""
+    return apart_together(module, name, [arguments])[0]
+
+
+def apart_together(module: str, name: str, each: Sequence[Sequence[Any]]) -> list[Any]:
+    """What a function returns of each of some arguments, in as many processes beside each other."""
     code = f"import json, sys; from {module} import {name}\nprint(json.dumps({name}(*json.loads(sys.argv[1]))))"
-    command = [sys.executable, "-c", code, json.dumps(arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=170)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    environment, pipe = os.environ | {"OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    commands = [[sys.executable, "-c", code, json.dumps(arguments)] for arguments in each]
+    running = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) for command in commands]
+    try:
+        told = [process.communicate(timeout=170) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert not any(process.returncode for process in running), "".join(error for _, error in told)
+    return [json.loads(text.splitlines()[-1]) for text, _ in told]
 
 
 def _device_module(native: Any) -> types.ModuleType:
