@@ -129,7 +129,7 @@ class _Saved:
         flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage())
         event = None
         if self._device.type != "cpu":
-            flat, event = _to_host(flat)
+            flat, event = _to_host(flat, tier)
             self._host = flat if self._range is None else None
         version = tensor._version
         self.written = tier.writer.submit(self._write, flat, event, tensor, version)
@@ -196,8 +196,12 @@ class _Saved:
         return memory
 
 
-def _to_host(flat: Tensor) -> tuple[Tensor, torch.Event]:
-    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
-    event = torch.Event(flat.device)
-    event.record()
+def _to_host(flat: Tensor, tier: Tier) -> tuple[Tensor, torch.Event]:
+    """A copy that is made beside the computation, and what is over once it is there."""
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+    with tier.down.follows():
+        host.copy_(flat, non_blocking=True)
+        flat.record_stream(torch.accelerator.current_stream())
+        event = torch.Event(flat.device)
+        event.record()
     return host, event
