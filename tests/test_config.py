@@ -135,8 +135,8 @@ def test_a_model_and_a_section_that_explain_themselves_keep_their_words() -> Non
 
 def test_rules_between_sections_are_checked() -> None:
     assert line_of("plan.replicate=3", "data.batch=2") == (
-        "data.batch: 2 sequences are not one for each of 3 data-parallel ranks; raise it to 3, or lower plan.replicate "
-        "or plan.shard"
+        "plan: a batch of 2 sequences has not one for each of 3 data-parallel ranks; raise data.batch to 3, or lower "
+        "plan.replicate or plan.shard"
     )
     assert line_of("plan.replicate=3", "data.batch=4", "plan.microbatches=2").startswith("plan.microbatches: ")
     assert line_of("plan.pipeline=9", "model.layers=4").startswith("plan.pipeline: ")

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,7 +58,9 @@ class Traffic:
     written: int = 0
     hidden: float = 0.0
     waited: float = 0.0
-    under_way: "collections.deque[Copy]" = field(default_factory=collections.deque, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.under_way: collections.deque[Copy] = collections.deque()  # no field: what is recorded are numbers
 
     def add(self, read: int = 0, written: int = 0, hidden: float = 0.0, waited: float = 0.0) -> None:
         """Count more; from any thread."""

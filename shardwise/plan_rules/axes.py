@@ -31,9 +31,9 @@ def _batch(plan: Plan, job: Job) -> Iterator[Problem]:
     fewer = job.batch // plan.data_parallel
     if not fewer:
         yield Problem(
-            "data.batch",
-            f"{job.batch} sequences are not one for each of {plan.data_parallel} data-parallel ranks",
-            f"raise it to {plan.data_parallel * plan.microbatches}, or lower plan.replicate or plan.shard",
+            "plan",
+            f"a batch of {job.batch} sequences has not one for each of {plan.data_parallel} data-parallel ranks",
+            f"raise data.batch to {plan.data_parallel * plan.microbatches}, or lower plan.replicate or plan.shard",
         )
         return
     yield Problem(
