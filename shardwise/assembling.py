@@ -240,6 +240,7 @@ class Assembling:
         tape = Tape()
         live = {item.name: self.live[item.name] for _, item in buckets}
         attach(module, slot_of, {id(parameter) for parameter in live.values()}, tape, self.puts_off, self.division)
+        owners = _owners([module])
         data_rank = self.mesh.axis("gradient").rank  # ranks whose positions or rows differ drop different ones
         table = version_table(self.schedule)
 
@@ -250,7 +251,7 @@ class Assembling:
             module,
             buckets,
             self.shared_buckets,
-            {name: _owners_of(module, parameter) for name, parameter in live.items()},
+            {name: owners.get(id(parameter), []) for name, parameter in live.items()},
             live,
             tape,
             overlap,
@@ -330,10 +331,6 @@ def _owners(modules: Iterable[nn.Module]) -> dict[int, list[Owner]]:
                 if parameter is not None:
                     found.setdefault(id(parameter), []).append((module, attribute))
     return found
-
-
-def _owners_of(root: nn.Module, parameter: nn.Parameter) -> list[Owner]:
-    return [(module, name) for module in root.modules() for name, own in module._parameters.items() if own is parameter]
 
 
 def _head_of(model: nn.Module, rules: Rules | None) -> Head | None:

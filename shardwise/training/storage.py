@@ -60,7 +60,7 @@ class _Copies(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staged = staged
         self._last: Tensor | None = None
-        self._written = 0
+        self._copied = 0
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         staged = self._staged
@@ -72,10 +72,10 @@ class _Copies(DefaultSavePlanner):
         tensor = staged.tensors[index] if index in staged.tensors else _shard(staged.away, index)
         if index not in staged.tensors or tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = self._last = tensor.clone()
-        self._written += tensor.nbytes
-        if self._written > 8 * BLOCK:  # what was written lives on in cycles of references
+            self._copied += tensor.nbytes
+        if self._copied > 8 * BLOCK:  # what was copied lives on in cycles of references
             gc.collect()
-            self._written = 0
+            self._copied = 0
         return tensor
 
 
@@ -235,7 +235,15 @@ class Writer:
         """
         plan = SavePlan(staged.plan.items)
         plan = self._writer.prepare_global_plan([SavePlan([])] * self.rank + [plan])[self.rank]
-        return self._writer.write_data(plan, _Copies(staged)).value()
+        # What is there by now need not be looked at by the collections between copies.
+        freezes = gc.get_freeze_count() == 0
+        if freezes:
+            gc.freeze()
+        try:
+            return self._writer.write_data(plan, _Copies(staged)).value()
+        finally:
+            if freezes:
+                gc.unfreeze()
 
     @property
     def written(self) -> dict[str, dict[str, Any]]:
