@@ -132,7 +132,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
 
 
 @settings(
-    max_examples=int(os.environ.get("SHARDWISE_EXAMPLES", "20")),
+    max_examples=int(os.environ.get("SHARDWISE_EXAMPLES", "14")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

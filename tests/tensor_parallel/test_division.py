@@ -151,7 +151,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any
     return plan, model, job
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=11, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_odd_sizes_equal_one_device(job: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> None:
     assert_agrees(*job)

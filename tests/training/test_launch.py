@@ -30,7 +30,7 @@ def train_here(config: Config, run: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(("offload", "kills"), [(False, 2), (True, 1)], ids=["in memory", "on disk"])
+@pytest.mark.parametrize(("offload", "kills"), [(False, 1), (True, 1)], ids=["in memory", "on disk"])
 def test_kills_and_a_stop_leave_a_run_that_goes_on_bitwise(
     offload: bool, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
