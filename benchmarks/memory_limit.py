@@ -38,9 +38,9 @@ def train(layers: int, divided: bool, megabytes: int) -> dict[str, Any]:
     """Runs on every rank: some steps under the limit. Ends with `TOO_LARGE` if they do not fit."""
     import torch
 
-    from shardwise import Adafactor, AdamW, Plan, collectives, models, parallelize
+    from shardwise import Adafactor, AdamW, Plan, host_memory, models, parallelize
 
-    collectives.machine_identity = lambda: uuid.uuid4().hex
+    host_memory.machine_identity = lambda: uuid.uuid4().hex
     rank, num_ranks = harness.place()
     harness.connect() if num_ranks > 1 else torch.set_num_threads(1)
     torch.ones(64, 64) @ torch.ones(64, 64)  # the libraries' own memory

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import HostLink, HostMemory
+from shardwise.host_memory import HostLink, HostMemory
 from shardwise.layout import share
 from shardwise.mesh import Axis
 

@@ -28,15 +28,15 @@ PRELOADED = ["pytest", "hypothesis", "torch.distributed", "torch._dynamo", "shar
 @contextlib.contextmanager
 def apart(wanted: bool = True) -> Iterator[None]:
     """On a rank: as if every rank were on a machine of its own, so that nothing passes through shared memory."""
-    from shardwise import collectives
+    from shardwise import host_memory
 
-    identity = collectives.machine_identity
+    identity = host_memory.machine_identity
     if wanted:
-        collectives.machine_identity = lambda: uuid.uuid4().hex
+        host_memory.machine_identity = lambda: uuid.uuid4().hex
     try:
         yield
     finally:
-        collectives.machine_identity = identity
+        host_memory.machine_identity = identity
 
 
 class RankFailed(AssertionError):

@@ -1,7 +1,6 @@
-"""Collectives: sums are sums, the same bits on every rank, with and without memory that ranks share."""
+"""Collectives: sums are sums, whatever the number of ranks."""
 
 import math
-import time
 from typing import Any
 from unittest.mock import patch
 
@@ -11,56 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import collectives
-from shardwise.collectives import CACHE_ELEMENTS, HostLink, HostMemory
-from shardwise.exchange import Exchange, Totals
-from shardwise.layout import share
+from shardwise.collectives import CACHE_ELEMENTS
 from shardwise.mesh import Mesh
 from tests.pool import run_ranks
-
-SIZES = [0, 1, 3, 7, 1000, CACHE_ELEMENTS * 2 + 5]
 
 
 def pattern(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 10), dtype=torch.float64).to(dtype)
-
-
-def total(num_ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The sum in the order of ranks."""
-    found = pattern(0, numel, dtype)
-    for rank in range(1, num_ranks):
-        found += pattern(rank, numel, dtype)
-    return found
-
-
-def memory_sums(num_ranks: int, dtype: torch.dtype) -> list[bytes]:
-    axis = Mesh({"replicate": num_ranks}).axis("replicate")
-    link = HostLink.connect(axis)
-    assert link is not None
-    found = []
-    for numel in SIZES:
-        memory = HostMemory(link, numel, dtype)
-        assert not memory.mine.any()
-        for _ in range(2):  # used again and again
-            memory.mine.copy_(pattern(axis.rank, numel, dtype))
-            start, stop = share(numel, axis.rank, axis.size)
-            memory.sum_into(start, stop, [tensor[start:stop] for tensor in memory.tensors])
-            assert torch.equal(memory.mine, total(num_ranks, numel, dtype))
-        found.append(memory.mine.numpy().tobytes())
-        # A rank's own share alone, added to what it has elsewhere.
-        memory.mine.copy_(pattern(axis.rank, numel, dtype))
-        own = torch.ones(stop - start, dtype=dtype)
-        memory.sum_into(start, stop, [own], add=True)
-        assert torch.equal(own, 1 + total(num_ranks, numel, dtype)[start:stop])
-        assert torch.equal(memory.mine, pattern(axis.rank, numel, dtype))
-    link.close()
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_in_shared_memory_are_bitwise_the_same_everywhere(num_ranks: int, dtype: torch.dtype) -> None:
-    found = run_ranks(memory_sums, num_ranks, num_ranks, dtype)
-    assert all(bits == found[0] for bits in found)
 
 
 def many(rank: int) -> list[torch.Tensor]:
@@ -127,38 +83,6 @@ def test_a_mean_is_a_mean_on_gloo() -> None:
     assert run_ranks(mean, 2) == [2.5, 2.5]
 
 
-def exchanges(num_ranks: int, shared: bool) -> list[Tensor]:
-    axis = Mesh({"tensor": num_ranks}).axis("tensor")
-    exchange = Exchange(axis, torch.device("cpu"))
-    if not shared and exchange._link is not None:
-        exchange._link.close()
-        exchange._link = None
-    found = []
-    for repeat, shape in enumerate([(3, 5), (2, 7, 4), (1, 3), (6, 9)]):
-        values = pattern(axis.rank + 100 * repeat, torch.Size(shape).numel()).view(shape)
-        for dim in (None, 0, len(shape) - 1):
-            buffer = exchange.buffer(shape, values)
-            buffer.copy_(values)
-            found.append(exchange.start_sum(buffer, dim)())
-        low, high = share(shape[-1], axis.rank, axis.size)
-        found.append(exchange.gather(values[..., low:high], len(shape) - 1, shape[-1]))
-    exchange.close()
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_exchanges_within_a_pass_are_the_same_with_and_without_shared_memory(num_ranks: int) -> None:
-    shared, elsewhere = (run_ranks(exchanges, num_ranks, num_ranks, how) for how in (True, False))
-    for rank in range(num_ranks):
-        for left, right in zip(shared[rank], elsewhere[rank], strict=True):
-            torch.testing.assert_close(left, right)
-    whole = sum(pattern(rank, 15).view(3, 5) for rank in range(num_ranks))
-    torch.testing.assert_close(shared[0][0], whole)
-    assert all(torch.equal(shared[rank][0], shared[0][0]) for rank in range(num_ranks))
-    torch.testing.assert_close(torch.cat([shared[rank][1] for rank in range(num_ranks)]), whole)
-    torch.testing.assert_close(torch.cat([shared[rank][2] for rank in range(num_ranks)], 1), whole)
-
-
 def facts(by_rank: list[dict[str, str]]) -> str:
     axis = Mesh({"replicate": len(by_rank)}).axis("world")
     try:
@@ -181,68 +105,10 @@ def test_ranks_agree_or_all_say_what_differs_first() -> None:
     assert run_ranks(facts, 2, [same, {**same, "extra": "x"}]) == [line] * 2
 
 
-def leave(how: str) -> tuple[str, float]:
-    axis = Mesh({"replicate": 2}).axis("replicate")
-    link = HostLink.connect(axis)
-    assert link is not None
-    memory = HostMemory(link, 5, torch.float32)
-    if axis.rank == 1:
-        time.sleep(0.2)
-        link.close()
-        return "left", 0.0
-    start = time.perf_counter()
-    try:
-        memory.sum_into(0, 3, [memory.mine[:3]])
-    except RuntimeError as error:
-        return str(error), time.perf_counter() - start
-    return "no error", 0.0
-
-
-def test_a_peer_that_is_gone_is_noticed_at_once_by_its_rank() -> None:
-    (text, seconds), _ = run_ranks(leave, 2, "close")
-    assert "rank 1 is gone" in text or "rank 1 does not answer" in text
-    assert seconds < 5
-
-
 def test_squares_are_summed_block_by_block() -> None:
-    value = pattern(0, SIZES[-1], torch.float64)
+    value = pattern(0, 2 * CACHE_ELEMENTS + 5, torch.float64)
     assert collectives.sum_of_squares(value) == pytest.approx(float(value.square().sum()), rel=1e-14)
     assert collectives.sum_of_squares(value[:0]) == 0.0
-
-
-def elsewhere() -> Any:
-    """Ranks that do not share a machine find no link, all of them."""
-    axis = Mesh({"replicate": 2}).axis("replicate")
-    if axis.rank == 1:
-        collectives.machine_identity = lambda: "another machine"
-    try:
-        return HostLink.connect(axis)
-    finally:
-        collectives.machine_identity = IDENTITY
-
-
-IDENTITY = collectives.machine_identity
-
-
-def test_ranks_of_two_machines_do_not_share_memory() -> None:
-    assert run_ranks(elsewhere, 2) == [None, None]
-
-
-def late_totals(num_ranks: int) -> list[list[float]]:
-    axis = Mesh({"replicate": num_ranks}).axis("replicate")
-    totals = Totals(axis)
-    waits = [totals.start(torch.tensor([float(axis.rank), float(number)])) for number in range(5)]
-    found = [wait().tolist() for wait in reversed(waits)]
-    found.append(waits[2]().tolist())
-    totals.close()
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_totals_are_read_late_and_often(num_ranks: int) -> None:
-    ranks = sum(range(num_ranks))
-    expected = [[ranks, number * num_ranks] for number in (4, 3, 2, 1, 0, 2)]
-    assert run_ranks(late_totals, num_ranks, num_ranks) == [expected] * num_ranks
 
 
 class _Reads(TorchDispatchMode):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise import collectives
-from shardwise.collectives import HostLink, HostMemory, common_memory
+from shardwise.host_memory import HostLink, HostMemory, common_memory
 from shardwise.layout import share
 from shardwise.mesh import Axis, Mesh
 

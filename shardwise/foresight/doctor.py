@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardwise import collectives, kernels
 from shardwise.choices import VARIANTS, Choices, Measured
-from shardwise.collectives import HostLink, HostMemory
 from shardwise.foresight.hardware import Device, Disk, Hardware
+from shardwise.host_memory import HostLink, HostMemory
 from shardwise.mesh import Axis, default_device_type
 from shardwise.training import launch
 from shardwise.training.placement import Placement

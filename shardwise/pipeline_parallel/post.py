@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import HostLink
+from shardwise.host_memory import HostLink
 from shardwise.mesh import Axis
 
 Wait = Callable[[], Tensor]

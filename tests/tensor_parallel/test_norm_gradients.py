@@ -92,7 +92,7 @@ def check_in_place(rows: int, apart: bool) -> Report:
     if not apart:
         return verify(InPlace(), plan, batches, optimizer=SGD(lr=0.1), rules=RULES)
     with pytest.MonkeyPatch.context() as patch:  # as between machines
-        patch.setattr("shardwise.collectives.HostLink.connect", lambda axis: None)
+        patch.setattr("shardwise.host_memory.HostLink.connect", lambda axis: None)
         return verify(InPlace(), plan, batches, optimizer=SGD(lr=0.1), rules=RULES)
 
 
