@@ -24,11 +24,8 @@ from shardwise.optimizers.optimizer import Optimizer
 from shardwise.parallel import Parallel
 from shardwise.parallelize import parallelize
 from shardwise.plan import Plan
-from shardwise.training import storage
-from shardwise.training.checkpoints import Checkpoints
-from shardwise.training.config import CheckpointConfig
+from shardwise.training.checkpoint_folder import CheckpointFolder
 from shardwise.training.faults import fault_of
-from shardwise.training.ranks import Ranks
 from shardwise.verify import verify
 from tests.models.cases import CONFIGS, VOCABULARY
 from tests.pool import run_ranks
@@ -75,17 +72,13 @@ def with_and_without(plan: dict[str, Any], optimizer: str, offload: dict[str, st
         losses = [parallel.step(parallel.share(batch)).loss for parallel in (alone, away)]
         assert losses[0] == pytest.approx(losses[1], rel=0 if exact else 1e-5, abs=0)
     found = differing(states(alone), states(away), exact)
-    checkpoints = Checkpoints(Path(folder) / "run", CheckpointConfig(), Ranks.world(), Ranks.world(), print)
-    checkpoints.prepare()
-    checkpoints.save(3, away.state_dict(), {})
-    away.step(away.share(STEPS[3]))  # what is being written is what was saved
-    path = checkpoints.latest()
-    assert path is not None, checkpoints.failure
-    checkpoints.close()
+    with CheckpointFolder(away, folder + "/run") as checkpoints:
+        checkpoints.save()
+        away.step(away.share(STEPS[3]))  # what is being written is what was saved
     fresh, here = make(plan, optimizer, offload), make(plain, optimizer, {})
     for other in (fresh, here):
-        storage.load(other.state_dict(), path, Ranks.world())
-        other.loaded()
+        with CheckpointFolder(other, folder + "/run") as checkpoints:
+            assert checkpoints.load() == {}
         other.step(other.share(STEPS[3]))
         found += differing(states(away), states(other), exact or other is fresh)
     for parallel in (alone, away, fresh, here):

@@ -12,10 +12,7 @@ from shardwise.memory import offload_tier
 from shardwise.memory.offload import Shelves
 from shardwise.memory.offload_shelf import CopiedShelf
 from shardwise.memory.offload_tier import Side, Tier, Traffic
-from shardwise.training import storage
-from shardwise.training.checkpoints import Checkpoints
-from shardwise.training.config import CheckpointConfig
-from shardwise.training.ranks import Ranks
+from shardwise.training.checkpoint_folder import CheckpointFolder
 from tests.memory.test_offload import STEPS, make, states, threads
 from tests.pool import apart, run_ranks
 
@@ -43,17 +40,11 @@ def copied(plan: dict[str, Any], optimizer: str, folder: str, alone: bool) -> li
             assert losses[0] == losses[1]
         found = differing(here, away)
         assert away.replicas_agree() is None
-        checkpoints = Checkpoints(
-            Path(folder) / "run", CheckpointConfig(asynchronous=False), Ranks.world(), Ranks.world(), print
-        )
-        checkpoints.prepare()
-        checkpoints.save(3, away.state_dict(), {})
-        away.step(away.share(STEPS[3]))  # what is being written is what was saved
-        path = checkpoints.latest()
-        assert path is not None, checkpoints.failure
-        checkpoints.close()
-        storage.load(fresh.state_dict(), path, Ranks.world())
-        fresh.loaded()
+        with CheckpointFolder(away, folder + "/run", asynchronous=False) as checkpoints:
+            checkpoints.save()
+            away.step(away.share(STEPS[3]))  # what is being written is what was saved
+        with CheckpointFolder(fresh, folder + "/run") as checkpoints:
+            assert checkpoints.load() == {}
         fresh.step(fresh.share(STEPS[3]))
         here.step(here.share(STEPS[3]))
         found += differing(here, away) + differing(away, fresh)
