@@ -1,9 +1,10 @@
 """Your own module over two ranks, and the proof that they compute what one device would.
 
-torchrun --nproc-per-node 2 examples/own_module.py
+torchrun --nproc-per-node 2 examples/own_module.py [pipeline]
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     world = dist.get_world_size() if dist.is_initialized() else 1
-    main(shardwise.Plan(replicate=world, microbatches=2))
+    how = "pipeline" if sys.argv[1:] == ["pipeline"] else "replicate"
+    main(shardwise.Plan(**{how: world}, microbatches=2))
     if dist.is_initialized():
         dist.destroy_process_group()
