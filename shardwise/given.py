@@ -3,6 +3,7 @@ given alike."""
 
 import math
 from collections.abc import Callable, Iterable
+from typing import SupportsFloat
 
 import torch
 from torch import nn
@@ -141,10 +142,7 @@ def require_lr(lr: object) -> float:
     Raises:
         ValueError: it is no finite number of 0 or more.
     """
-    try:
-        found = float(lr)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        found = math.nan
+    found = float(lr) if isinstance(lr, SupportsFloat) else math.nan
     if not 0 <= found < math.inf:
         raise ValueError(f"lr = {lr!r} is no learning rate; give a finite number of 0 or more")
     return found

@@ -301,9 +301,9 @@ def lands(value: Tensor | None, slot: Slot | None) -> bool:
     """Whether the gradient of what a module computes with is a slot's: it is not if another tensor stands in the
     parameter's place (`torch.func.functional_call`, a copy of the module), or a hook of the user's is to see it first.
     """
-    if slot is None:
-        return value is None or not value.requires_grad
-    return getattr(value, "_slot", None) is slot and not value._backward_hooks  # type: ignore[union-attr]
+    if slot is None or value is None:
+        return slot is None and (value is None or not value.requires_grad)
+    return getattr(value, "_slot", None) is slot and not value._backward_hooks
 
 
 def _left_to_autograd(slots: dict[str, Slot], weight: Tensor, bias: Tensor | None = None) -> bool:

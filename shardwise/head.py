@@ -218,7 +218,8 @@ class _HeadLoss(torch.autograd.Function):
         ctx.head, ctx.terms, ctx.before, ctx.length = head, terms, before, head.holders.length
         ctx.save_for_backward(x, weight, bias, targets)
         ctx.found = x.new_full((), float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
-        return ctx.found.detach()  # type: ignore[no-any-return] # not the tensor that is kept, which would be a circle
+        found: Tensor = ctx.found.detach()  # not the tensor that is kept, which would be a circle
+        return found
 
     @staticmethod
     @once_differentiable

@@ -57,5 +57,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     if _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() * weight.shape[0] >= ONEDNN_FROM:
         with torch.no_grad():
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            return out
     return F.linear(x, weight, bias)

@@ -133,9 +133,8 @@ class Bucket:
         self.waiting = 0  # contributions that have yet to land
         self.pending: Pending | None = None
         self.scale = 1.0  # by which the last update clipped the gradient
-        self.keeps_gradients = (
-            False  # whether the last update saw copies of the gradients, so that these stay as they were
-        )
+        # Whether the last update saw copies of the gradients, so that these stay as they were.
+        self.keeps_gradients = False
         if storage.optimizer is not None:
             self._make_fragments(storage.optimizer)
 
